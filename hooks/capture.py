@@ -1,0 +1,131 @@
+"""Capture: the values of chosen sites at every step of one forward, kept apart by visit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.sites import SITES, check_sites
+from visitlens.hooks.visit_clock import VisitClock
+from visitlens.kernels.attention_rows import RowStatistics, VisitOverlaps, row_statistics, visit_overlaps
+from visitlens.kernels.errors import InputError
+from visitlens.kernels.segments import Segments
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+
+class Captured:
+    """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...]."""
+
+    def __init__(self, plan: ExecutionPlan, sites: tuple[str, ...]) -> None:
+        self.plan, self.sites = plan, sites
+        self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
+
+    def get(self, site: str, layer: int, visit: int) -> Tensor:
+        """Raises InputError where the site wasn't captured or there is no such visit."""
+        check_sites([site], self.sites)
+        return self.at(site, self.plan.step(layer, visit).index)
+
+    def at(self, site: str, step: int) -> Tensor:
+        try:
+            return self._values[site][step]
+        except KeyError:
+            raise InputError(
+                f"site {site!r} has no value at step {step}: run the model inside the capture first"
+            ) from None
+
+    def store(self, site: str, step: int, value: Tensor) -> None:
+        self._values[site][step] = value.detach()
+
+
+@contextmanager
+def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
+    """Keeps the sites' values of each forward inside; hooks are gone afterwards. Outputs stay bit-identical.
+
+    Raises:
+        PlanError: the model leaves its plan.
+        InputError: an unknown site.
+    """
+    captured = Captured(model.plan, check_sites(sites))
+    clock = VisitClock(model.plan)
+
+    def enter(_: Tensor, hook: Any, layer: int) -> None:
+        clock.enter(layer)
+
+    def store(value: Tensor, hook: Any, site: str, step: int) -> None:
+        captured.store(site, step, value)
+
+    hooks = []
+    for step in model.plan.steps:
+        prefix = f"blocks.{step.layer}.visit.{step.visit}"
+        hooks.append((f"{prefix}.hook_resid_pre", partial(enter, layer=step.layer)))
+        hooks += [(f"{prefix}.{SITES[s].hook}", partial(store, site=s, step=step.index)) for s in captured.sites]
+    with model.hooks(fwd_hooks=hooks):
+        handle = model.register_forward_hook(lambda *_: clock.finish())
+        try:
+            yield captured
+        finally:
+            handle.remove()
+
+
+class StepValues:
+    """Site values of one batch over its real tokens, flat: `site(name, step)` is [token, ...]; padding is left out.
+
+    Attention-row statistics are computed here, once, from Q and K, for whatever statistics ask for them.
+    """
+
+    def __init__(self, captured: Captured, segment_ids: Tensor, attention_implementation: str = "auto") -> None:
+        self.plan = captured.plan
+        self._captured, self._implementation = captured, attention_implementation
+        real = (segment_ids >= 0).flatten()
+        self._keep = None if bool(real.all()) else real.nonzero().squeeze(1)
+        with_padding = Segments.from_ids(segment_ids)
+        if self._keep is None:
+            self.segments = with_padding
+        else:
+            lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
+            self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
+        self._flat: dict[tuple[str, int], Tensor] = {}
+
+    def site(self, name: str, step: int) -> Tensor:
+        if (name, step) not in self._flat:
+            value = self._captured.at(name, step).flatten(0, 1)
+            self._flat[name, step] = value if self._keep is None else value[self._keep]
+        return self._flat[name, step]
+
+    @cached_property
+    def visible_keys(self) -> Tensor:
+        """[token] how many keys a query sees: its position in the segment, plus 1."""
+        return self.segments.positions() + 1
+
+    @cached_property
+    def attention_rows(self) -> list[RowStatistics]:
+        """One a step."""
+        rows = {}
+        for layer, overlaps in self.attention_overlaps.items():
+            visits = [s.index for s in self.plan.steps if s.layer == layer]
+            rows.update(zip(visits, overlaps.rows, strict=True))
+        for step in self.plan.steps:
+            if step.index not in rows:
+                q, k = self.site("Q", step.index), self.site("K", step.index)
+                rows[step.index] = row_statistics(q, k, self.segments, implementation=self._implementation)
+        return [rows[i] for i in range(len(self.plan))]
+
+    @cached_property
+    def attention_overlaps(self) -> dict[int, VisitOverlaps]:
+        """Looped layer -> overlaps of its visits."""
+        return {
+            layer: visit_overlaps(
+                [(self.site("Q", s.index), self.site("K", s.index)) for s in self.plan.steps if s.layer == layer],
+                self.segments,
+                implementation=self._implementation,
+            )
+            for layer in self.plan.looped_layers
+        }

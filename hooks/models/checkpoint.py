@@ -1,0 +1,100 @@
+"""A checkpoint folder: `config.json`, `model.safetensors`, `tokenizer.json`. Never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.kernels.errors import CheckpointError, InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def load_config(folder: Path) -> LoopedMoEConfig:
+    """The configuration of a checkpoint folder."""
+    path = _existing(Path(folder), "config.json")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    return LoopedMoEConfig.from_dict(data)
+
+
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> LoopedMoE:
+    """The model of a checkpoint folder, in evaluation mode.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or tensors disagree with the configuration (all are named).
+        InputError: an unknown dtype.
+    """
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+    if dtype not in DTYPES:
+        raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {dtype!r}")
+    folder = Path(folder)
+    config = load_config(folder)
+    path = _existing(folder, "model.safetensors")
+    model = LoopedMoE(config)
+    expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a readable safetensors file ({error}); copy or fetch it again") from error
+    problems = [f"{name} is missing" for name in sorted(set(expected) - set(state))]
+    problems += [f"{name} is not part of the model" for name in sorted(set(state) - set(expected))]
+    problems += [
+        f"{name} has shape {tuple(state[name].shape)}, the configuration says {shape}"
+        for name, shape in expected.items()
+        if name in state and tuple(state[name].shape) != shape
+    ]
+    if problems:
+        raise CheckpointError(f"{path} disagrees with config.json: {'; '.join(problems[:8])}")
+    model.load_state_dict(state)
+    return model.to(device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def save_model(model: LoopedMoE, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes `config.json` and `model.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    tensors = {name: p.detach().to(dtype).contiguous() for name, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From a Hugging Face `tokenizer.json`, or the checkpoint folder that holds one."""
+    from tokenizers import Tokenizer
+
+    path = _existing(Path(path), "tokenizer.json") if Path(path).is_dir() else Path(path)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{path}: not a readable tokenizer file ({error})") from error
+
+
+def weights_sha256(folder: Path) -> str:
+    """Of `model.safetensors`, as bytes."""
+    with _existing(Path(folder), "model.safetensors").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _existing(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder}: no {name} there; a checkpoint folder holds config.json, model.safetensors and tokenizer.json"
+        )
+    return path

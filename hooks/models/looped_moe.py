@@ -1,0 +1,313 @@
+"""The native looped MoE transformer, a TransformerLens `HookedRootModule` with one hook point per (layer, visit, site).
+
+    x_hat = RMSNorm(x);  d_attn = s Attn(x_hat);  y_hat = RMSNorm(x + d_attn);  d_moe = s MoE(y_hat)
+    x_next = x + d_attn + d_moe,      s = 1/r inside the loop span, 1 outside     (SMELT, Eq. 8-9)
+
+Hook names follow TransformerLens with the visit in them: `blocks.4.visit.2.attn.hook_rot_q`. No visit shares a name
+with another, so TransformerLens' cache and hooks keep them apart. Activations at hooks are batched
+[context, position, ...]; inside, the batch is one flat token axis with segment boundaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.HookedRootModule import HookedRootModule
+
+from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.models.attention import KVCache, SegmentedAttention
+from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.kernels.errors import InputError
+from visitlens.kernels.grouped_experts import grouped_experts
+from visitlens.kernels.segments import Segments
+
+
+@dataclass(frozen=True)
+class TrainingLoss:
+    """Nats per predicted token, and the two router losses averaged over steps (before their coefficients)."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    load_balance: Tensor
+    router_z: Tensor
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.w.shape, self.w, self.eps)
+
+
+class NormHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_normalized = HookPoint()  # after the gain: what the projections read
+
+
+class AttentionHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_q = HookPoint()
+        self.hook_k = HookPoint()
+        self.hook_v = HookPoint()
+        self.hook_rot_q = HookPoint()
+        self.hook_rot_k = HookPoint()
+        self.hook_attn_scores = HookPoint()
+        self.hook_pattern = HookPoint()
+        self.hook_z = HookPoint()
+
+
+class ExpertHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_router_logits = HookPoint()
+        self.hook_expert_indices = HookPoint()
+        self.hook_expert_weights = HookPoint()
+
+
+class VisitHooks(nn.Module):
+    """The hook points of one visit of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hook_resid_pre = HookPoint()
+        self.ln1 = NormHooks()
+        self.attn = AttentionHooks()
+        self.hook_attn_out = HookPoint()
+        self.hook_resid_mid = HookPoint()
+        self.ln2 = NormHooks()
+        self.mlp = ExpertHooks()
+        self.hook_mlp_out = HookPoint()
+        self.hook_resid_post = HookPoint()
+
+
+class MixtureOfExperts(nn.Module):
+    """Router and experts of one physical layer."""
+
+    def __init__(self, config: LoopedMoEConfig) -> None:
+        super().__init__()
+        h, f, e, shared = config.hidden_size, config.expert_dim, config.num_experts, config.shared_expert_dim
+        self.k = config.experts_per_token
+        self.W_router = nn.Parameter(torch.empty(h, e))
+        self.W_in = nn.Parameter(torch.empty(e, h, 2 * f))
+        self.W_out = nn.Parameter(torch.empty(e, f, h))
+        if shared:
+            self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
+            self.W_shared_out = nn.Parameter(torch.empty(shared, h))
+        self.has_shared = shared > 0
+
+    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+        def batched(hook: HookPoint, value: Tensor) -> Tensor:
+            return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
+
+        logits = batched(hooks.hook_router_logits, (x @ self.W_router).float())
+        probabilities = logits.softmax(-1)
+        experts = batched(hooks.hook_expert_indices, probabilities.topk(self.k, dim=-1).indices)
+        gates = probabilities.gather(1, experts)
+        gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
+        if aux is not None:
+            aux.append((logits, experts))
+        out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
+        if self.has_shared:
+            gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
+            out = out + (F.silu(gate) * up) @ self.W_shared_out
+        return out
+
+
+class Block(nn.Module):
+    """One physical layer: its weights once, its hook points once per visit."""
+
+    def __init__(self, config: LoopedMoEConfig, layer: int, visits: int) -> None:
+        super().__init__()
+        self.scale = config.residual_scale(layer)
+        self.ln1 = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = SegmentedAttention(config)
+        self.ln2 = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MixtureOfExperts(config)
+        self.visit = nn.ModuleDict({str(v): VisitHooks() for v in range(1, visits + 1)})
+
+    def forward(
+        self,
+        x: Tensor,
+        step: Step,
+        segments: Segments,
+        rotary: tuple[Tensor, Tensor],
+        contexts: int,
+        cache: KVCache | None,
+        aux: list[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        hooks = self.visit[str(step.visit)]
+
+        def batched(hook: HookPoint, value: Tensor) -> Tensor:
+            return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
+
+        x = batched(hooks.hook_resid_pre, x)
+        normalized = batched(hooks.ln1.hook_normalized, self.ln1(x))
+        slot = None if cache is None else cache.slots[step.index]
+        attn = self.attn(normalized, hooks.attn, segments, rotary, contexts, slot)
+        x = batched(hooks.hook_resid_mid, x + batched(hooks.hook_attn_out, attn * self.scale))
+        normalized = batched(hooks.ln2.hook_normalized, self.ln2(x))
+        moe = self.mlp(normalized, hooks.mlp, contexts, aux)
+        return batched(hooks.hook_resid_post, x + batched(hooks.hook_mlp_out, moe * self.scale))
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: LoopedMoEConfig) -> None:
+        super().__init__()
+        self.W_E = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+
+
+class Unembedding(nn.Module):
+    def __init__(self, config: LoopedMoEConfig) -> None:
+        super().__init__()
+        self.W_U = nn.Parameter(torch.empty(config.hidden_size, config.vocab_size))
+
+
+class LoopedMoE(HookedRootModule):
+    """A looped MoE and, with an empty loop span, its Baseline.
+
+    Call it with token ids [context, position] and, for packed contexts, segment ids of the same shape: attention
+    stays within a segment and positions restart there. Without segment ids each context is one document.
+    """
+
+    def __init__(self, config: LoopedMoEConfig) -> None:
+        super().__init__()
+        self.config = self.cfg = config
+        self.plan = config.loop_spec.plan()
+        self.embed = Embedding(config)
+        self.hook_embed = HookPoint()
+        self.blocks = nn.ModuleList(Block(config, layer, self.plan.visits[layer]) for layer in range(config.num_layers))
+        self.ln_final = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tie_embeddings:
+            self.unembed = Unembedding(config)
+        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+        angles = torch.outer(torch.arange(config.context_length).float(), frequencies)
+        self.register_buffer("rotary_cos", angles.cos(), persistent=False)
+        self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+        self.setup()
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Normal weights: 0.02 for embeddings, 1/sqrt(fan in) elsewhere, residual outputs shrunk by 1/sqrt(2 L_eff)."""
+        generator = torch.Generator().manual_seed(seed)
+        shrink = (2 * len(self.plan)) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                continue
+            std = 0.02 if name in ("embed.W_E", "unembed.W_U") else parameter.shape[-2] ** -0.5
+            if name.endswith(("W_O", "W_out", "W_shared_out")):
+                std *= shrink
+            parameter.normal_(0.0, std, generator=generator)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
+        return_type: Literal["logits", "loss", "none"] = "logits",
+    ) -> Tensor | None:
+        """Logits [context, position, vocab], or the loss [context, position - 1] in nats with NaN where the next
+        token is another document's or padding (segment id < 0), or nothing but the hooks' effects.
+
+        Raises:
+            InputError: ids outside the vocabulary, shapes that disagree, a context longer than the model's.
+        """
+        normalized = self._features(tokens, segments, cache, None)
+        if return_type == "none":
+            return None
+        logits = self._unembed(normalized).unflatten(0, tuple(tokens.shape))
+        if return_type == "logits":
+            return logits
+        if return_type == "loss":
+            return self._token_loss(logits, tokens, segments)
+        raise InputError(f"expected return_type 'logits', 'loss' or 'none', got {return_type!r}")
+
+    def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
+        """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
+        aux: list[tuple[Tensor, Tensor]] = []
+        logits = self._unembed(self._features(tokens, segments, None, aux)).unflatten(0, tuple(tokens.shape))
+        cross_entropy = self._token_loss(logits, tokens, segments).nanmean()
+        balance = z = logits.new_zeros(())
+        for router_logits, experts in aux:
+            num_experts = router_logits.shape[1]
+            load = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
+            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(aux)
+            z = z + router_logits.logsumexp(-1).square().mean() / len(aux)
+        total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
+        return TrainingLoss(total, cross_entropy, balance, z)
+
+    def new_cache(self) -> KVCache:
+        """An empty KV cache with one slot per (layer, visit)."""
+        return KVCache(len(self.plan))
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> Tensor:
+        """Continues prompts [context, position] of equal length; greedy at temperature 0."""
+        generator = torch.Generator(device=tokens.device).manual_seed(seed)
+        cache, new = self.new_cache(), tokens
+        for _ in range(max_new_tokens):
+            logits = self(new, cache=cache)[:, -1].float()
+            if temperature > 0:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            else:
+                new = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, new], dim=1)
+        return tokens
+
+    def _features(
+        self,
+        tokens: Tensor,
+        segment_ids: Tensor | None,
+        cache: KVCache | None,
+        aux: list[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        self._check(tokens, segment_ids, cache)
+        contexts, length = tokens.shape
+        whole = Segments.whole_contexts(contexts, length)
+        segments = whole if segment_ids is None else Segments.from_ids(segment_ids)
+        positions = segments.positions().to(tokens.device)
+        if cache is not None:
+            positions = positions + cache.length
+        rotary = (self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1))
+        x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
+        for step in self.plan.steps:
+            x = self.blocks[step.layer](x, step, segments, rotary, contexts, cache, aux)
+        return self.ln_final(x)
+
+    def _unembed(self, normalized: Tensor) -> Tensor:
+        return normalized @ (self.embed.W_E.T if self.config.tie_embeddings else self.unembed.W_U)
+
+    def _token_loss(self, logits: Tensor, tokens: Tensor, segments: Tensor | None) -> Tensor:
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        loss = loss.view(tokens.shape[0], -1)
+        if segments is None:
+            return loss
+        return loss.masked_fill((segments[:, 1:] != segments[:, :-1]) | (segments[:, 1:] < 0), float("nan"))
+
+    def _check(self, tokens: Tensor, segments: Tensor | None, cache: KVCache | None) -> None:
+        if tokens.ndim != 2 or tokens.numel() == 0:
+            raise InputError(f"expected token ids [context, position], at least one, got shape {tuple(tokens.shape)}")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise InputError(
+                f"token ids must lie in 0..{self.config.vocab_size - 1}, got {low}..{high}: is this the model's tokenizer?"
+            )
+        if segments is not None and segments.shape != tokens.shape:
+            raise InputError(
+                f"segment ids {tuple(segments.shape)} and token ids {tuple(tokens.shape)} must have one shape"
+            )
+        if segments is not None and cache is not None:
+            raise InputError("a KV cache holds one document per context: pass no segment ids with it")
+        end = tokens.shape[1] + (0 if cache is None else cache.length)
+        if end > self.config.context_length:
+            raise InputError(f"{end} positions exceed the model's context of {self.config.context_length}")

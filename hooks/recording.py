@@ -1,0 +1,164 @@
+"""Reads a recording: summary totals at once, shard arrays lazily. No torch.
+
+Every file is opened read-only and checked against the manifest's size; no virtual datasets, no links are followed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from visitlens.hooks import schema  # sets HDF5_PLUGIN_PRELOAD: before h5py
+
+import h5py  # isort: skip
+import numpy as np
+
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.sites import SITES, check_sites
+from visitlens.kernels.errors import InputError, RecordingError
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Raises RecordingError: none there, damaged, or another version."""
+    file = path / schema.MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        schema.check_version(manifest["format"], manifest["schema_version"], str(file))
+    except FileNotFoundError as error:
+        hint = (
+            "make one with `visitlens record`"
+            if not path.exists()
+            else "a recording is a folder with manifest.json and shards/"
+        )
+        raise RecordingError(f"{path}: no recording there; {hint}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, OSError) as error:
+        raise RecordingError(f"{file}: not a readable manifest ({error!r})") from error
+    return manifest
+
+
+def shard_names(path: Path) -> list[str]:
+    """Committed shards, in order."""
+    return sorted(p.name for p in (path / schema.SHARDS).glob("w*-*.h5"))
+
+
+class Recording:
+    """A recording on disk. `plan`, `config`, `provenance` describe the run; `totals` are the summary's sums."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        manifest = read_manifest(self.path)
+        self.run: dict[str, Any] = manifest["run"]
+        self.shards: list[dict[str, Any]] = manifest["shards"]
+        self.plan = ExecutionPlan.from_layers(self.run["layers"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration."""
+        return self.run["config"]["model"]
+
+    @property
+    def level(self) -> str:
+        return self.run["config"]["options"]["level"]
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return self.run["provenance"]
+
+    @property
+    def tokens(self) -> int:
+        """Recorded so far."""
+        return sum(shard["token_count"] for shard in self.shards)
+
+    @property
+    def complete(self) -> bool:
+        return self.tokens == self.run["tokens"]
+
+    @property
+    def documents(self) -> int:
+        return self.run["documents"]
+
+    @cached_property
+    def totals(self) -> dict[str, GroupTotals]:
+        """Measure -> sums over all shards."""
+        file = self.path / schema.SUMMARY
+        try:
+            with h5py.File(file, "r") as opened:
+                run = schema.read_header(opened, str(file))
+                if run["run_uuid"] != self.run["run_uuid"]:
+                    raise RecordingError(f"{file}: belongs to another run than the manifest")
+                return schema.read_totals(opened, str(file))
+        except (OSError, KeyError) as error:
+            raise RecordingError(f"{file}: not a readable summary ({error})") from error
+
+    def token_table(self) -> dict[str, np.ndarray]:
+        """`id`, `segment`, `pos`, each [token]."""
+        self._needs("tokens")
+        return {name: self._concatenate(f"tokens/{name}", axis=0) for name in ("id", "segment", "pos")}
+
+    def experts(self, layer: int, visit: int) -> tuple[np.ndarray, np.ndarray]:
+        """Expert ids u2 and gates f2 of one step, [token, k]."""
+        self._needs("tokens")
+        step = self.plan.step(layer, visit).index
+        ids = self._concatenate("routing/ids", axis=0, index=step)
+        return ids, self._concatenate("routing/gate", axis=0, index=step)
+
+    def token_stat(self, name: str) -> np.ndarray:
+        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""
+        self._needs("tokens")
+        return self._concatenate(f"stats/{name}", axis=1)
+
+    def activation(self, site: str, layer: int, visit: int) -> np.ndarray:
+        """One step of a site, [token, ...]: float32 or float64; bfloat16 is widened without loss."""
+        check_sites([site])
+        if site not in self.run["config"]["options"]["sites"]:
+            raise RecordingError(
+                f"{self.path}: site {site!r} wasn't recorded (level {self.level}); record again with --level activations --sites {site}"
+            )
+        step = self.plan.step(layer, visit).index
+        return self._concatenate(str(SITES[site].dataset), axis=0, index=step)
+
+    def attention_maps(self, layer: int, visit: int) -> np.ndarray:
+        """P of one step, [context, head, query, key] f2."""
+        if self.level != "maps":
+            raise RecordingError(
+                f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
+            )
+        step = self.plan.step(layer, visit).index
+        return np.concatenate([file["attn/p"][:, step] for file in self._files()])
+
+    def _needs(self, what: str) -> None:
+        if self.level == "summary":
+            raise RecordingError(
+                f"{self.path}: {what} aren't kept at level 'summary'; record again with --level tokens"
+            )
+
+    def _files(self) -> Iterator[h5py.File]:
+        for shard in self.shards:
+            path = self.path / schema.SHARDS / shard["name"]
+            try:
+                if path.stat().st_size != shard["bytes"]:
+                    raise RecordingError(
+                        f"{path}: {path.stat().st_size} bytes, the manifest says {shard['bytes']}: damaged"
+                    )
+                with h5py.File(path, "r") as file:
+                    yield file
+            except OSError as error:
+                raise RecordingError(f"{path}: can't be read ({error})") from error
+
+    def _concatenate(self, name: str, axis: int, index: int | None = None) -> np.ndarray:
+        parts = []
+        for file in self._files():
+            if name not in file:
+                continue
+            dataset = file[name]
+            part = dataset[()] if index is None else dataset[index]
+            if dataset.attrs.get("logical_dtype", b"") in (b"bfloat16", "bfloat16"):
+                part = (part.astype(np.uint32) << 16).view(np.float32)
+            parts.append(part)
+        if not parts:
+            raise InputError(f"{self.path}: no dataset {name}")
+        return np.concatenate(parts, axis=axis)

@@ -1,0 +1,106 @@
+"""Committing files so that nothing acknowledged is lost: build in memory, write aside, fsync, rename, fsync the folder.
+
+The rename is the commit. Writing HDF5 straight to a full disk can crash the process, and HDF5 itself never syncs.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from visitlens.kernels.errors import StorageError
+
+_SPARE_BYTES = 16 * 2**20  # room left for the manifest and the file system's own needs
+
+
+def commit(path: Path, data: bytes | memoryview) -> str:
+    """Writes `path` atomically and durably; returns the SHA-256 of its bytes.
+
+    Raises:
+        StorageError: no room or no permission; what was there before is untouched.
+    """
+    check_room(path.parent, len(data))
+    partial = path.with_name(path.name + ".tmp")
+    try:
+        partial.unlink(missing_ok=True)
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, not a path)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise storage_error(error, path) from error
+    return hashlib.sha256(data).hexdigest()
+
+
+def commit_json(path: Path, value: Mapping[str, Any]) -> None:
+    commit(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raises StorageError unless the disk has `needed` bytes and some to spare."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + _SPARE_BYTES:
+        raise StorageError(
+            errno.ENOSPC,
+            f"{folder}: {readable_bytes(needed)} to write, {readable_bytes(free)} free. Free some space and run the same "
+            "command again: it goes on where it stopped",
+        )
+
+
+@contextmanager
+def sole_writer(folder: Path, worker: int) -> Iterator[None]:
+    """Holds the worker's lock on the recording.
+
+    Raises:
+        StorageError: another process holds it, or the folder can't be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"w{worker:02d}.lock").open("w")
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StorageError(
+                errno.EAGAIN, f"{folder}: another process is writing this recording; wait for it or choose another path"
+            ) from error
+        yield
+
+
+def storage_error(error: OSError, path: Path) -> StorageError:
+    hint = (
+        " Free some space and run the same command again: it goes on where it stopped"
+        if error.errno == errno.ENOSPC
+        else ""
+    )
+    return StorageError(error.errno, f"{path}: {error.strerror}.{hint}")
+
+
+def readable_bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

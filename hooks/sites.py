@@ -1,0 +1,61 @@
+"""The catalogue of sites: places where a tensor is read, once per step. No torch.
+
+`hook` is the hook point of the native model below `blocks.LAYER.visit.VISIT.`; `dataset` is where a recording keeps the
+site at level `activations` (None: not stored, or stored otherwise).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from visitlens.kernels.errors import InputError
+
+
+@dataclass(frozen=True)
+class Site:
+    """`axes` are those of one token's value; `symbol` is the paper's."""
+
+    name: str
+    symbol: str
+    axes: tuple[str, ...]
+    hook: str
+    title: str
+    dataset: str | None = None
+
+
+SITES = {
+    site.name: site
+    for site in (
+        Site("resid", "x", ("hidden",), "hook_resid_pre", "residual stream at the step's input", "resid/full"),
+        Site("X", "x_hat", ("hidden",), "ln1.hook_normalized", "RMSNorm output that attention reads", "resid/x"),
+        Site("Q", "Q", ("head", "d"), "attn.hook_rot_q", "queries after rotary embedding and QK-norm", "vec/q"),
+        Site("K", "K", ("kv_head", "d"), "attn.hook_rot_k", "keys after rotary embedding and QK-norm", "vec/k"),
+        Site("V", "V", ("kv_head", "d"), "attn.hook_v", "values", "vec/v"),
+        Site("P", "P", ("head", "key"), "attn.hook_pattern", "attention pattern", "attn/p"),
+        Site("PV", "PV", ("head", "d"), "attn.hook_z", "attended context", "vec/pv"),
+        Site(
+            "attn_write", "d_attn", ("hidden",), "hook_attn_out", "attention write, after the 1/r scale", "resid/attn"
+        ),
+        Site("moe_in", "y_hat", ("hidden",), "ln2.hook_normalized", "RMSNorm output that the experts read"),
+        Site("router", "", ("expert",), "mlp.hook_router_logits", "router logits over all experts"),
+        Site("experts", "S", ("k",), "mlp.hook_expert_indices", "experts used", "routing/ids"),
+        Site("gates", "g", ("k",), "mlp.hook_expert_weights", "gates of the experts used", "routing/gate"),
+        Site("moe_write", "d_moe", ("hidden",), "hook_mlp_out", "MoE write, after the 1/r scale", "resid/moe"),
+    )
+}
+ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write")
+"""What level `activations` can store. O is `attn_write` times r and isn't stored twice."""
+
+
+def check_sites(names: Iterable[str], allowed: Iterable[str] = tuple(SITES)) -> tuple[str, ...]:
+    """The names, if all are allowed.
+
+    Raises:
+        InputError: an unknown site; the message names those that exist.
+    """
+    names, allowed = tuple(names), tuple(allowed)
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise InputError(f"no site {', '.join(map(repr, unknown))}; expected some of {', '.join(allowed)}")
+    return names

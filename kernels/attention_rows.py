@@ -1,0 +1,354 @@
+"""Statistics of attention rows (the softmax over keys of each query), from Q and K in tiles: no T x T map.
+
+Queries and keys are flat over tokens, `q [token, n_h, d]` and `k [token, n_kv, d]`; query head h reads key head
+`h // (n_h / n_kv)`. Attention is causal within a segment, so the keys of query i are the contiguous tokens
+`[segment start, i]` and no mask tensor is needed. P is the softmax of `scale * q k^T` over those keys.
+
+"Top" is by score, ties going to the smaller position. A row with a NaN score has NaN in every float result, and no
+top-1 match and no shared top-8 key in the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visitlens.kernels.dispatch import choose_attention_rows
+from visitlens.kernels.errors import InputError
+from visitlens.kernels.segments import Segments
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What the attention rows of one visit look like, each `[token, head]` (float64 for float64 inputs).
+
+    Attributes:
+        log_sum_exp: of the scaled scores, nats.
+        sink_mass: P[i, segment start]; 1 at the segment start itself, which callers leave out.
+        first4_mass: P on the segment's first 4 tokens, those of them that query i sees.
+        entropy: of P, nats.
+    """
+
+    log_sum_exp: Tensor
+    sink_mass: Tensor
+    first4_mass: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class OverlapStatistics:
+    """How far two attention maps attend to the same tokens, each `[token, head]`.
+
+    Attributes:
+        top1_match: bool, the highest-scored key is the same.
+        top8_shared: int64, keys that are among the 8 highest-scored in both (all visible keys where there are <= 8).
+        mass_overlap: sum over keys of min(P1, P2), that is 1 - total variation.
+    """
+
+    top1_match: Tensor
+    top8_shared: Tensor
+    mass_overlap: Tensor
+
+
+@dataclass(frozen=True)
+class VisitOverlaps:
+    """Row statistics of each visit and the overlaps between them.
+
+    Attributes:
+        rows: one per visit.
+        across: (a, b), 0-based with a < b: visit a's heads against the same heads at visit b.
+        control: one per visit: head h against head `(h + n_h // 2) % n_h` of the same visit, entry h for head h.
+            None where there's a single head, which has no other head to be compared with.
+    """
+
+    rows: list[RowStatistics]
+    across: dict[tuple[int, int], OverlapStatistics]
+    control: list[OverlapStatistics] | None
+
+
+@torch.no_grad()
+def row_statistics(
+    q: Tensor, k: Tensor, segments: Segments, scale: float | None = None, implementation: str = "auto"
+) -> RowStatistics:
+    """Statistics of the attention rows of one visit.
+
+    Args:
+        q: queries [token, n_h, d], any float dtype; half precision is computed in float32.
+        k: keys [token, n_kv, d].
+        segments: documents of the token axis.
+        scale: of the scores, d ** -0.5 by default.
+        implementation: "auto", "torch" or "numba".
+
+    Raises:
+        InputError: shapes, dtypes or segments that don't fit together.
+        UnavailableError: a forced implementation that isn't installed.
+    """
+    scale = _check([(q, k)], segments, scale)
+    return _implementation(q, implementation)([(q, k)], segments, scale, overlaps=False).rows[0]
+
+
+@torch.no_grad()
+def visit_overlaps(
+    visits: Sequence[tuple[Tensor, Tensor]],
+    segments: Segments,
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> VisitOverlaps:
+    """Row statistics of each visit, overlaps between every two visits, and the control between heads of one visit.
+
+    Args:
+        visits: (q, k) of each visit, as in `row_statistics`, all of the same shapes and dtype.
+        segments: documents of the token axis.
+        scale: of the scores, d ** -0.5 by default.
+        implementation: "auto", "torch" or "numba".
+
+    Raises:
+        InputError: shapes, dtypes or segments that don't fit together.
+        UnavailableError: a forced implementation that isn't installed.
+    """
+    scale = _check(visits, segments, scale)
+    return _implementation(visits[0][0], implementation)(visits, segments, scale, overlaps=True)
+
+
+def _implementation(q: Tensor, requested: str):
+    if choose_attention_rows(q.device.type, q.dtype, requested) == "numba":
+        from visitlens.kernels.attention_rows_numba import numba_visit_overlaps
+
+        return numba_visit_overlaps
+    return torch_visit_overlaps
+
+
+def _check(visits: Sequence[tuple[Tensor, Tensor]], segments: Segments, scale: float | None) -> float:
+    """Scale to use, after a check of everything a caller can get wrong."""
+    if not visits:
+        raise InputError("expected the (q, k) of at least one visit, got none")
+    q, k = visits[0]
+    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise InputError(
+            "expected q [token, n_h, d] and k [token, n_kv, d] with n_h a multiple of n_kv; "
+            f"got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    bounds = segments.bounds
+    if bounds[0] != 0 or any(a > b for a, b in segments.spans) or not len(q) == len(k) == bounds[-1]:
+        raise InputError(
+            f"expected segments of all {len(q)} tokens of q and {len(k)} of k, got bounds {bounds[:8]} ..."
+        )
+    if not q.is_floating_point() or any(t.dtype != q.dtype or t.device != q.device for pair in visits for t in pair):
+        raise InputError(
+            f"expected float tensors of one dtype and device, got {[(p[0].dtype, p[1].dtype) for p in visits]}"
+        )
+    if any(a.shape != q.shape or b.shape != k.shape for a, b in visits):
+        raise InputError(f"expected the same shapes at every visit, got {[(*a.shape, *b.shape) for a, b in visits]}")
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    if not 0 < scale < math.inf:  # the order of the scores is read before the scale is applied
+        raise InputError(f"expected a positive, finite scale, got {scale}")
+    return scale
+
+
+_PANEL_ROWS = 64
+_SHORT = 32  # segments of up to this many tokens are computed many at a time
+_TILE = 2**21  # elements of one buffer, unless 16 rows need more: larger ones leave the outer cache
+_TOP = 8
+_LOG2_E = math.log2(math.e)
+
+
+def torch_visit_overlaps(
+    visits: Sequence[tuple[Tensor, Tensor]], segments: Segments, scale: float, overlaps: bool
+) -> VisitOverlaps:
+    """`visit_overlaps` in tiled torch, on any device; without `overlaps`, the row statistics only."""
+    (q, k), num_visits = visits[0], len(visits)
+    tokens, heads, d = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # One token more than there are: it pads batches of short segments and takes what their padding yields.
+    queries = q.new_zeros(num_visits, heads, tokens + 1, d, dtype=dtype)
+    keys = q.new_zeros(num_visits, k.shape[1], d, tokens + 1, dtype=dtype)
+    for v, (q, k) in enumerate(visits):
+        queries[v, :, :tokens] = q.transpose(0, 1)
+        keys[v, :, :, :tokens] = k.permute(1, 2, 0)
+    pairs = list(combinations(range(num_visits), 2)) if overlaps else []
+    rows = queries.new_empty(num_visits, 4, heads, tokens + 1)
+    across = queries.new_empty(len(pairs), 3, heads, tokens + 1)
+    control = queries.new_empty(num_visits, 3, heads, tokens + 1)
+
+    half = heads // 2
+    panels = list(_panels(segments, num_visits * heads, q.device))
+    buffers = queries.new_empty(3, num_visits * heads * max((math.prod(p.shape) for p in panels), default=0))
+    for panel in panels:
+        tile = _Tile(panel, queries, keys, buffers)
+        panel.store(rows, tile.row_values(scale))
+        if overlaps:
+            tile.find_tops()
+            for n, (a, b) in enumerate(pairs):
+                panel.store(across[n], tile.overlap_values((a,), (b,)))
+        if overlaps and heads > 1:
+            every = (slice(None), slice(None))
+            values = tile.overlap_values((*every, slice(0, heads - half)), (*every, slice(half, heads)))
+            panel.store(control[:, :, : heads - half], values)
+            if heads % 2:  # the rest of the ring; with an even number of heads it repeats the first half
+                values = tile.overlap_values((*every, slice(heads - half, heads)), (*every, slice(0, half)))
+                panel.store(control[:, :, heads - half :], values)
+    if heads % 2 == 0:
+        control[:, :, half:] = control[:, :, :half]
+
+    positions = segments.positions().to(q.device)
+    return VisitOverlaps(
+        rows=[RowStatistics(*(x[:, :tokens].T.contiguous() for x in visit)) for visit in rows],
+        across={pair: _overlap_statistics(x[..., :tokens], positions) for pair, x in zip(pairs, across, strict=True)},
+        control=[_overlap_statistics(x[..., :tokens], positions) for x in control] if overlaps and heads > 1 else None,
+    )
+
+
+def _overlap_statistics(values: Tensor, positions: Tensor) -> OverlapStatistics:
+    """From top-1 match, top-8 shared and mass overlap, [3, head, token]."""
+    match, shared, mass = values.transpose(1, 2)
+    undefined = mass.isnan()
+    visible = (positions + 1).unsqueeze(1)
+    shared = torch.where(visible <= _TOP, visible, shared.nan_to_num().long()).masked_fill(undefined, 0)
+    return OverlapStatistics((match == 1) & ~undefined, shared.contiguous(), mass.contiguous())
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Query rows that are computed together, and the keys they see; `shape` is (document, row, key).
+
+    The rows are the last of the keys, so only the last row-by-row square of a tile holds future keys.
+    Of one document, rows and keys are slices of the token axis; of several, token indices [document, row].
+    """
+
+    rows: slice | Tensor
+    keys: slice | Tensor
+    shape: tuple[int, int, int]
+
+    def take(self, x: Tensor, dim: int, index: slice | Tensor) -> Tensor:
+        """`x` with its token axis `dim` replaced by axes (document, row)."""
+        taken = x[(slice(None),) * dim + (index,)]
+        return taken.unsqueeze(dim) if isinstance(index, slice) else taken
+
+    def store(self, out: Tensor, values: Tensor) -> None:
+        """Writes values [..., document, head, row] to out [..., head, token]."""
+        values = values.transpose(-3, -2)
+        out[..., self.rows] = values[..., 0, :] if isinstance(self.rows, slice) else values
+
+
+def _panels(segments: Segments, maps: int, device: torch.device) -> Iterator[_Panel]:
+    short: dict[int, list[tuple[int, int]]] = {}
+    for start, end in segments.spans:
+        length = end - start
+        if length <= _SHORT:
+            short.setdefault(-(-length // 8), []).append((start, end))
+            continue
+        height = min(_PANEL_ROWS, max(16, _TILE // (maps * length)))
+        height = -(-length // -(-length // height))  # panels of equal heights: no sliver at the end
+        for first in range(start, end, height):
+            last = min(first + height, end)
+            yield _Panel(slice(first, last), slice(start, last), (1, last - first, last - start))
+    short.pop(0, None)
+    for spans in short.values():
+        length = max(end - start for start, end in spans)
+        count = max(1, _TILE // (maps * length * length))
+        for n in range(0, len(spans), count):
+            starts, ends = torch.tensor(spans[n : n + count], device=device).T.unsqueeze(-1)
+            index = starts + torch.arange(length, device=device)
+            index = index.where(index < ends, segments.num_tokens)
+            yield _Panel(index, index, (len(index), length, length))
+
+
+class _Tile:
+    """Scores, then weights, of one panel: [visit, document, head, row, key], in three reused buffers."""
+
+    def __init__(self, panel: _Panel, queries: Tensor, keys: Tensor, buffers: Tensor) -> None:
+        (num_visits, heads, _, d), kv_heads = queries.shape, keys.shape[1]
+        documents, rows, columns = panel.shape
+        q = panel.take(queries, 2, panel.rows).transpose(1, 2)  # [visit, document, head, row, d]
+        k = panel.take(keys, 3, panel.keys).permute(0, 3, 1, 2, 4)  # [visit, document, kv head, d, key]
+        shape = (num_visits, documents, heads, rows, columns)
+        self.scores, self.spare, self.weights = (x[: math.prod(shape)].view(shape) for x in buffers)
+        batch = num_visits * documents * kv_heads
+        # The query heads of one key head are stacked as rows of one product.
+        torch.bmm(q.reshape(batch, -1, d), k.reshape(batch, d, columns), out=self.scores.view(batch, -1, columns))
+        self.future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+        self.square = slice(columns - rows, columns)
+        self.scores[..., self.square].masked_fill_(self.future, -math.inf)
+
+    def row_values(self, scale: float) -> Tensor:
+        """Log-sum-exp, sink mass, first-4 mass and entropy: [visit, 4, document, head, row]. Fills the weights.
+
+        Scores are shifted by the row's largest one before anything is summed, in base 2 (`exp2` is twice as fast).
+        """
+        peak = self.scores.amax(-1, keepdim=True)
+        shifted = torch.add(peak * (-scale * _LOG2_E), self.scores, alpha=scale * _LOG2_E, out=self.spare)
+        torch.exp2(shifted, out=self.weights)
+        total = self.weights.sum(-1, keepdim=True)
+        shifted[..., self.square].masked_fill_(self.future, 0)  # 0 weight times -inf would be NaN
+        mean = _row_dot(self.weights, shifted)
+        if mean.isnan().any():  # a visible key may score -inf too; real NaNs pass through the clamp
+            mean = _row_dot(self.weights, shifted.clamp_(min=-1e5))
+        self.weights.mul_(1 / total)
+        log_total = total.log().squeeze(-1)
+        return torch.stack(
+            [
+                peak.squeeze(-1) * scale + log_total,
+                self.weights[..., 0],
+                self.weights[..., :4].sum(-1),
+                log_total - mean / (total.squeeze(-1) * _LOG2_E),
+            ],
+            dim=1,
+        )
+
+    def find_tops(self) -> None:
+        """Turns the scores into 1 where a key is among the row's top 8 and 0 elsewhere; finds the top key.
+
+        Rows that see up to 8 keys get anything: their caller knows the answer.
+        """
+        self.top = _row_argmax(self.scores)
+        if self.scores.shape[-1] <= _TOP:
+            return
+        eighth, ninth = _eighth_and_ninth(self.scores, self.spare)
+        tied = (eighth == ninth).squeeze(-1)
+        repaired = None
+        if tied.any():
+            tied_scores, level = self.scores[tied], eighth[tied]
+            above, level = tied_scores > level, tied_scores == level
+            room = _TOP - above.sum(-1, keepdim=True)
+            repaired = (above | (level & (level.cumsum(-1) <= room))).to(self.scores.dtype)
+        self.scores.ge_(eighth)
+        if repaired is not None:
+            self.scores[tied] = repaired
+
+    def overlap_values(self, first: tuple, second: tuple) -> Tensor:
+        """Top-1 match, top-8 shared and mass overlap of two equally shaped parts: [..., 3, document, head, row]."""
+        match = self.top[first] == self.top[second]
+        shared = _row_dot(self.scores[first], self.scores[second])
+        a = self.weights[first]
+        spare = self.spare.view(-1)[: a.numel()].view(a.shape)
+        mass = torch.minimum(a, self.weights[second], out=spare).sum(-1)
+        return torch.stack([match.to(mass.dtype), shared, mass], dim=-4)
+
+
+# NumPy's reductions of a row are several times faster than torch's on the CPU, and its partition beats topk.
+
+
+def _row_argmax(x: Tensor) -> Tensor:
+    return x.argmax(-1) if x.is_cuda else torch.from_numpy(x.numpy().argmax(-1))  # both return the first of equals
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return (a * b).sum(-1)
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy(np.vecdot(a.numpy(), b.numpy()))
+
+
+def _eighth_and_ninth(scores: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """8th and 9th largest of each row [..., 1], with equals counted apart. Overwrites `spare`."""
+    if scores.is_cuda:
+        return scores.topk(_TOP + 1, dim=-1).values[..., _TOP - 1 :].split(1, dim=-1)
+    at = scores.shape[-1] - _TOP
+    spare.copy_(scores).numpy().partition(at, axis=-1)
+    return spare[..., at : at + 1].clone(), spare[..., :at].amax(-1, keepdim=True)

@@ -1,0 +1,31 @@
+"""The one family of errors. Each message says what was expected, what came and what to try."""
+
+from __future__ import annotations
+
+
+class VisitlensError(Exception):
+    """Base of every error that visitlens raises on purpose."""
+
+
+class InputError(VisitlensError, ValueError):
+    """A value that a user gave is wrong."""
+
+
+class PlanError(VisitlensError, RuntimeError):
+    """A model ran its layers in another order than its plan says."""
+
+
+class CheckpointError(VisitlensError, ValueError):
+    """A checkpoint folder is incomplete, or disagrees with its configuration."""
+
+
+class RecordingError(VisitlensError, ValueError):
+    """A recording can't be read, or doesn't hold what was asked of it."""
+
+
+class StorageError(VisitlensError, OSError):
+    """The disk refused: no room, no permission, or another writer is at work."""
+
+
+class UnavailableError(VisitlensError, RuntimeError):
+    """An optional program or package is needed here and isn't installed."""

@@ -1,0 +1,89 @@
+"""The Mixture-of-Experts feed-forward: each token through its k SwiGLU experts, weighted by its gates.
+
+    out[t] = sum_j gate[t, j] * (silu(x W_gate[e]) * (x W_up[e])) W_down[e],   e = experts[t, j]
+
+Shapes: `x [token, H]`, `experts`, `gates [token, k]`, `w_in [E, H, 2F]` (gate half, then up half),
+`w_out [E, F, H]`. Three implementations compute it:
+
+- `grouped`: rows sorted by expert, one `torch.nn.functional.grouped_mm` per projection;
+- `loop`: the same sort, one matrix product per expert that has tokens (float64, odd strides, wide H);
+- `dense`: every expert on every token, for E = k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, silu
+
+from visitlens.kernels.errors import InputError
+
+IMPLEMENTATIONS = ("grouped", "loop", "dense")
+_WIDE = 256  # from this H on, per-expert sgemm beats grouped_mm on CPU
+
+
+def grouped_experts(
+    x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, implementation: str = "auto"
+) -> Tensor:
+    """Output [token, H] of the chosen experts. `implementation` forces one; "auto" picks by shape and dtype.
+
+    Raises:
+        InputError: an unknown implementation, or a forced `grouped` that these strides or dtype rule out.
+    """
+    chosen = _choose(x, experts, w_in, w_out) if implementation == "auto" else implementation
+    if chosen == "dense":
+        return _dense(x, experts, gates, w_in, w_out)
+    if chosen == "loop":
+        return _sorted(x, experts, gates, w_in, w_out, _loop_mm)
+    if chosen == "grouped":
+        if not _grouped_fits(x, w_in, w_out):
+            raise InputError(
+                f"grouped_mm needs float32, bfloat16 or float16 rows of a multiple of 16 bytes; got {x.dtype} with "
+                f"H={x.shape[1]}, F={w_out.shape[1]}. Use implementation='loop'."
+            )
+        return _sorted(x, experts, gates, w_in, w_out, _grouped_mm)
+    raise InputError(f"expected implementation 'auto' or one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def _choose(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> str:
+    if w_in.shape[0] == experts.shape[1]:
+        return "dense"
+    wide_on_cpu = x.device.type == "cpu" and x.shape[1] >= _WIDE
+    return "grouped" if _grouped_fits(x, w_in, w_out) and not wide_on_cpu else "loop"
+
+
+def _grouped_fits(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
+    aligned = all(n * x.element_size() % 16 == 0 for n in (x.shape[1], w_in.shape[2], w_out.shape[1]))
+    return aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.shape[0] > 0
+
+
+def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    # Rows past the last offset would get garbage gradients: here the last offset is always the row count.
+    return grouped_mm(rows, weight, offs=counts.cumsum(0).to(torch.int32))
+
+
+def _loop_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([part @ w for part, w in zip(parts, weight.unbind(0), strict=True)])
+
+
+def _sorted(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, mm) -> Tensor:
+    tokens, k = experts.shape
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=w_in.shape[0])
+    gate, up = mm(x[order // k], w_in, counts).chunk(2, dim=-1)
+    inner = silu(gate) * up * gates.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
+    out = mm(inner, w_out, counts)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return out[back].view(tokens, k, -1).sum(1)  # summed in rank order: the same for any batch
+
+
+def _dense(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    num_experts, hidden, width = w_in.shape
+    per_expert = torch.zeros(x.shape[0], num_experts, dtype=x.dtype, device=x.device)
+    per_expert = per_expert.scatter_add(1, experts, gates.to(x.dtype))
+    gate, up = (x @ w_in.permute(1, 0, 2).reshape(hidden, -1)).view(-1, num_experts, width).chunk(2, dim=-1)
+    inner = silu(gate) * up * per_expert.unsqueeze(-1)
+    return inner.reshape(x.shape[0], -1) @ w_out.reshape(-1, hidden)

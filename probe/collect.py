@@ -1,0 +1,110 @@
+"""Finds the statistics by their files and adds them up over batches, per document group, in float64."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visitlens.hooks.schema import GroupTotals
+from visitlens.kernels.errors import InputError
+from visitlens.probe import statistics as _folder
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+@cache
+def registered() -> tuple[type[Statistic], ...]:
+    """Every Statistic in `probe/statistics`, in name order."""
+    for module in pkgutil.iter_modules(_folder.__path__):
+        import_module(f"{_folder.__name__}.{module.name}")
+    return tuple(sorted(Statistic.__subclasses__(), key=lambda c: c.__name__))
+
+
+class StatisticsCollector:
+    """The recorder's `TokenStatistics`: all registered statistics, or those that define the named measures."""
+
+    def __init__(self, geometry: Geometry, num_groups: int, measures: Iterable[str] | None = None) -> None:
+        self.geometry, self.num_groups = geometry, num_groups
+        looped = bool(geometry.plan.pairs)
+        available = [cls() for cls in registered() if looped or not cls.looped_only]
+        if measures is not None:
+            wanted = set(measures)
+            unknown = wanted - {m.name for s in available for m in s.measures}
+            if unknown:
+                names = sorted(m.name for s in available for m in s.measures)
+                raise InputError(f"no measure {', '.join(sorted(unknown))}; this model has {', '.join(names)}")
+            available = [s for s in available if wanted & {m.name for m in s.measures}]
+        self.statistics = available
+        self.measures: dict[str, Measure] = {m.name: m for s in available for m in s.measures}
+        self.sites = frozenset().union(*(s.sites for s in available))
+        self._totals = self._empty()
+
+    def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
+        """Adds one batch; `groups [token]`. Returns the per-token scalars that level `tokens` keeps."""
+        stored, additions = {}, []
+        for statistic in self.statistics:
+            for name, token_values in statistic.per_token(values, self.geometry).items():
+                additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
+                if name in statistic.stored:
+                    stored[name] = _with_nan(token_values)
+            for name, (total, count) in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
+                nothing = torch.zeros(total.shape[1:], dtype=torch.int64)
+                additions.append((name, total, count, nothing, nothing))
+        for name, *arrays in additions:
+            self._totals[name].add(GroupTotals(self.measures[name].to_attributes(), *(a.numpy() for a in arrays)))
+        return stored
+
+    def take(self) -> dict[str, GroupTotals]:
+        """The totals since the last call, and a fresh start."""
+        totals, self._totals = self._totals, self._empty()
+        return totals
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        names = sorted(name for s in self.statistics for name in s.stored)
+        return {name: self._shape(self.measures[name]) for name in names}
+
+    def _shape(self, measure: Measure) -> tuple[int, ...]:
+        return tuple(self.geometry.size(axis) for axis in measure.axes)
+
+    def _empty(self) -> dict[str, GroupTotals]:
+        totals = {}
+        for name, measure in self.measures.items():
+            shape = self._shape(measure)
+            grouped = (self.num_groups if measure.grouped else 1, *shape)
+            left_out, non_finite = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+            totals[name] = GroupTotals(
+                measure.to_attributes(), np.zeros(grouped), np.zeros(grouped), left_out, non_finite
+            )
+        return totals
+
+
+def _sum_by_group(token_values: TokenValues, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """total, count [group, *axes] and left_out, non_finite [*axes]."""
+    values = token_values.values.cpu()
+    finite = values.isfinite()
+    valid = finite if token_values.valid is None else finite & token_values.valid
+    left_out = torch.zeros(values.shape[1:], dtype=torch.int64)
+    if token_values.valid is not None:
+        left_out = (~token_values.valid).expand_as(values).sum(0)
+    non_finite = (~finite if token_values.valid is None else ~finite & token_values.valid).sum(0)
+    membership = torch.nn.functional.one_hot(groups, num_groups).T.double()
+    total = membership @ values.double().masked_fill(~valid, 0.0).flatten(1)
+    count = membership @ valid.double().flatten(1)
+    shape = (num_groups, *values.shape[1:])
+    return total.view(shape), count.view(shape), left_out, non_finite
+
+
+def _with_nan(token_values: TokenValues) -> Tensor:
+    if token_values.valid is None:
+        return token_values.values
+    return token_values.values.masked_fill(~token_values.valid, float("nan"))

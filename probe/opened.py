@@ -1,0 +1,318 @@
+"""A recording opened for reading: every measure and every statistic of the paper's Section 6, as StatArrays. No torch.
+
+import visitlens as vl
+rec = vl.open("run.vlens")
+rec.expert_overlap().plot()
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.recording import Recording
+from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
+
+_NORM_MEASURES = {
+    "update": "update_rms",
+    "attn_write": "attn_write_rms",
+    "moe_write": "moe_write_rms",
+    "norm_output_attn": "norm_output_attn_rms",
+    "norm_output_moe": "norm_output_moe_rms",
+}
+
+
+def open(path: str | Path) -> RecordedRun:
+    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked."""
+    return RecordedRun(Recording(path))
+
+
+class RecordedRun:
+    """Statistics of one recording. `rec.recording` gives tokens, experts, per-token scalars and activations.
+
+    Methods that compare visits take `visits=(a, b)`, 1-based; the default is the first and the last. Layer axes are
+    labelled by 0-based physical layer and hold looped layers only.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.plan = recording.plan
+
+    @property
+    def name(self) -> str:
+        return self.recording.path.name.removesuffix(".vlens")
+
+    @property
+    def looped(self) -> bool:
+        return bool(self.plan.looped_layers)
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What `stat` can return."""
+        return tuple(sorted(self.recording.totals))
+
+    @cached_property
+    def groups(self) -> int:
+        return max(t.total.shape[0] for t in self.recording.totals.values())
+
+    @cached_property
+    def _weights(self) -> np.ndarray:
+        return resampling_weights(self.groups)
+
+    def stat(self, name: str) -> StatArray:
+        """A recorded measure over all its axes; `step` labels are `Step`, `pair` labels `VisitPair`.
+
+        Raises:
+            RecordingError: the recording doesn't hold it (the message names what it holds, or why not).
+        """
+        totals = self.recording.totals.get(name)
+        if totals is None:
+            near = difflib.get_close_matches(name, self.measures, 3) or self.measures
+            why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
+            raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; did you mean {', '.join(near)}?")
+        grouped = totals.total.shape[0] == self.groups
+        measure = Measure.from_attributes(name, totals.attributes, grouped)
+        values, replicates = mean_and_replicates(totals.total, totals.count, self._weights if grouped else None)
+        return StatArray(
+            measure=measure,
+            values=values,
+            replicates=replicates,
+            labels={axis: self._labels(axis, size) for axis, size in zip(measure.axes, values.shape, strict=True)},
+            documents=self.recording.documents,
+            tokens=self.recording.tokens,
+            provenance=self.provenance,
+        )
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        run = self.recording.run
+        return {
+            "recording": run["run_uuid"],
+            "config_sha256": run["config_sha256"],
+            "weights_sha256": run["config"]["weights_sha256"],
+            "data_sha256": run["config"]["data_sha256"],
+        }
+
+    # One visit pair, or one visit, of the looped layers
+
+    def between_visits(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
+        """A `pair` measure for one pair of visits, the axis relabelled `layer`."""
+        chosen = self._pairs(visits)
+        stat = self.stat(name).sel(pair=lambda pair: pair in chosen)
+        return _relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
+
+    def at_visit(self, name: str, visit: int) -> StatArray:
+        """A `step` measure at one visit of each looped layer, the axis relabelled `layer`."""
+        steps = [s for s in self.plan.steps if s.visit == visit and s.layer in self.plan.looped_layers]
+        if not steps:
+            raise InputError(f"no looped layer has a visit {visit}; visits per layer are {self.plan.visits}")
+        stat = self.stat(name).sel(step=lambda step: step in steps)
+        return _relabel(stat, "step", "layer", [s.layer for s in steps])
+
+    # Expert routing (6.1)
+
+    def expert_overlap(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer] shared experts / k."""
+        k = self.recording.config["experts_per_token"]
+        stat = self.between_visits("shared_expert_count", visits)
+        measure = Measure(
+            "expert_overlap",
+            "Expert overlap between two visits",
+            ("layer",),
+            "share of k",
+            "|S1 ∩ S2| / k.",
+            "6.1, html Figure 23c",
+        )
+        return stat.combine(k, np.divide, measure)
+
+    def shared_experts(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer, shared] share of tokens that share 0..k experts."""
+        return self.between_visits("shared_experts", visits)
+
+    def expert_overlap_chance(self) -> float:
+        """k / E: the overlap of two independent uniform choices (the paper's dashed line is k times this)."""
+        return self.recording.config["experts_per_token"] / self.recording.config["num_experts"]
+
+    def expert_overlap_chance_by_load(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer] overlap expected if each visit chose independently by its own expert loads."""
+        a, b = self._visit_numbers(visits)
+        k = self.recording.config["experts_per_token"]
+        measure = Measure(
+            "expert_overlap_chance_by_load",
+            "Expert overlap expected from expert loads",
+            ("layer", "expert"),
+            "share of k",
+            "sum over experts of f1(e) f2(e), / k; f_v(e) = share of tokens that use e at visit v.",
+            "ours",
+        )
+        product = self.at_visit("expert_load", a).combine(
+            self.at_visit("expert_load", b), lambda x, y: x * y / k, measure
+        )
+        experts = len(product.labels["expert"])
+        mean = product.mean("expert")
+        return mean.combine(experts, np.multiply, mean.measure)
+
+    def load_imbalance(self) -> StatArray:
+        """[step] E times the sum of squared shares of routed slots: 1 if balanced, E if one expert took all."""
+        load, k = self.stat("expert_load"), self.recording.config["experts_per_token"]
+        experts = len(load.labels["expert"])
+        measure = Measure(
+            "load_imbalance",
+            "Expert load imbalance",
+            ("step", "expert"),
+            "ratio",
+            "E * sum over experts of (f(e) / k)^2.",
+            "ours",
+        )
+        mean = load.combine(k, lambda x, y: (x / y) ** 2, measure).mean("expert")
+        return mean.combine(experts**2, np.multiply, mean.measure)
+
+    # Residual stream (6.2)
+
+    def norm_ratio(self, component: str = "update", visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer] mean norm at the later visit over mean norm at the earlier.
+
+        `component`: update, attn_write, moe_write, norm_output (the mean of both norms' ratios), norm_output_attn,
+        norm_output_moe. The token-by-token alternative is `between_visits("token_norm_ratio")`.
+        """
+        if component == "norm_output":
+            measure = _ratio_measure("norm_output", "RMSNorm output, mean of the block's two norms")
+            attn, moe = (self.norm_ratio(f"norm_output_{part}", visits) for part in ("attn", "moe"))
+            return attn.combine(moe, lambda x, y: (x + y) / 2, measure)
+        if component not in _NORM_MEASURES:
+            raise InputError(f"expected a component among norm_output, {', '.join(_NORM_MEASURES)}, got {component!r}")
+        a, b = self._visit_numbers(visits)
+        earlier, later = self.at_visit(_NORM_MEASURES[component], a), self.at_visit(_NORM_MEASURES[component], b)
+        return later.combine(earlier, np.divide, _ratio_measure(component, earlier.measure.title))
+
+    def update_cosine(self) -> StatArray:
+        """[step, later_step] cosine between the updates of every two steps."""
+        return self.stat("update_cosine")
+
+    def update_cosine_same_layer(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer] cosine between a layer's updates at two visits: the cross-visit diagonal."""
+        pairs = self._pairs(visits)
+        cells = [(pair.earlier.index, pair.later.index) for pair in pairs]
+        measure = Measure(
+            "update_cosine_same_layer",
+            "Update cosine, same layer at two visits",
+            ("layer",),
+            "cosine",
+            "cos(d, d') of one layer's updates at two visits.",
+            "6.2, html Figures 23d, 24",
+        )
+        return self._cosine_cells(cells, measure, [pair.layer for pair in pairs])
+
+    def update_cosine_other_layers(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layers] the same between different layers of the two visits: what the diagonal is compared with."""
+        pairs = self._pairs(visits)
+        crossed = [(a, b) for a in pairs for b in pairs if a.layer != b.layer]
+        cells = [(a.earlier.index, b.later.index) for a, b in crossed]
+        measure = Measure(
+            "update_cosine_other_layers",
+            "Update cosine, different layers at two visits",
+            ("layers",),
+            "cosine",
+            "cos(d, d') of different layers' updates, one at each visit.",
+            "6.2, html Figure 24",
+        )
+        return self._cosine_cells(cells, measure, [(a.layer, b.layer) for a, b in crossed])
+
+    # Attention (6.3, 6.4)
+
+    def stage_cosine(self, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer, stage] cosine between two visits of X, Q, K, V, PV, O."""
+        return self.between_visits("stage_cosine", visits)
+
+    def attended(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer, head] of `top1_match`, `top8_overlap` or `mass_overlap` between two visits."""
+        return self.between_visits(name, visits)
+
+    def attended_control(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
+        """[layer, head] of the same between head h and head h + n_h/2 at one visit, averaged over the two visits."""
+        a, b = self._visit_numbers(visits)
+        first, second = self.at_visit(f"{name}_control", a), self.at_visit(f"{name}_control", b)
+        return first.combine(second, lambda x, y: (x + y) / 2, first.measure)
+
+    def sink_mass(self) -> StatArray:
+        """[step, head] attention on the segment start."""
+        return self.stat("sink_mass")
+
+    def _cosine_cells(self, cells: list[tuple[int, int]], measure: Measure, labels: list[Any]) -> StatArray:
+        full = self.update_cosine()
+        rows, columns = [a for a, _ in cells], [b for _, b in cells]
+        return StatArray(
+            measure=measure,
+            values=full.values[rows, columns],
+            replicates=None if full.replicates is None else full.replicates[:, rows, columns],
+            labels={measure.axes[0]: labels},
+            documents=full.documents,
+            tokens=full.tokens,
+            provenance=full.provenance,
+        )
+
+    def _visit_numbers(self, visits: tuple[int, int] | None) -> tuple[int, int]:
+        pair = self._pairs(visits)[0]
+        return pair.earlier.visit, pair.later.visit
+
+    def _pairs(self, visits: tuple[int, int] | None) -> tuple[Any, ...]:
+        if not self.looped:
+            raise RecordingError(
+                f"{self.recording.path}: an unlooped model has one visit a layer, so there are no visits to compare"
+            )
+        return self.plan.visit_pairs(*visits) if visits else self.plan.visit_pairs()
+
+    def _labels(self, axis: str, size: int) -> list[Any]:
+        fixed: dict[str, Callable[[], Any]] = {
+            "step": lambda: self.plan.steps,
+            "later_step": lambda: self.plan.steps,
+            "pair": lambda: self.plan.pairs,
+            "stage": lambda: STAGES,
+            "q_stage": lambda: Q_STAGES,
+            "kv_stage": lambda: KV_STAGES,
+            "component": lambda: COMPONENTS,
+        }
+        return list(fixed[axis]()) if axis in fixed else list(range(size))
+
+    def __repr__(self) -> str:
+        r = self.recording
+        loop = (
+            f"{len(self.plan.looped_layers)} layers run {max(self.plan.visits.values())} times"
+            if self.looped
+            else "unlooped"
+        )
+        state = "complete" if r.complete else f"{r.tokens / r.run['tokens']:.0%} recorded"
+        return f"RecordedRun({self.name}: {len(self.plan.visits)} layers, {loop}, {r.tokens:,} tokens of {r.documents} documents, level {r.level}, {state})"
+
+
+def step_label(step: Step) -> str:
+    """Short, for axes: `3·2` is layer 3 at visit 2."""
+    return f"{step.layer}·{step.visit}"
+
+
+def _relabel(stat: StatArray, old: str, new: str, labels: list[Any]) -> StatArray:
+    from dataclasses import replace
+
+    axes = tuple(new if axis == old else axis for axis in stat.axes)
+    kept = {axis: values for axis, values in stat.labels.items() if axis != old}
+    return replace(stat, measure=replace(stat.measure, axes=axes), labels={**kept, new: labels})
+
+
+def _ratio_measure(component: str, title: str) -> Measure:
+    return Measure(
+        f"norm_ratio_{component}",
+        f"{title}: later visit over earlier",
+        ("layer",),
+        "ratio",
+        "Mean over tokens of the norm at the later visit / the same at the earlier, per layer.",
+        "6.2, html Figure 23e-h",
+    )

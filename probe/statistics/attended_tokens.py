@@ -1,0 +1,95 @@
+"""Do two visits attend to the same tokens? With the control of another head (SMELT 6.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+    from visitlens.kernels.attention_rows import OverlapStatistics
+
+_MEANINGS = {
+    "top1_match": (
+        "Same most-attended token",
+        "share of queries",
+        "1 where argmax P agrees. Queries that see one key are left out.",
+    ),
+    "top8_overlap": (
+        "Shared top-8 attended tokens",
+        "share of 8",
+        "|top8 ∩ top8| / 8. Queries that see at most 8 keys are left out.",
+    ),
+    "mass_overlap": (
+        "Shared attention mass",
+        "share of mass",
+        "sum over keys of min(P, P'). Queries that see one key are left out.",
+    ),
+}
+_CONTROL = " Control: head h against head (h + n_h // 2) mod n_h of the same layer and visit."
+
+
+def _measures() -> tuple[Measure, ...]:
+    across = [
+        Measure(
+            name,
+            title + " across two visits",
+            ("pair", "head"),
+            unit,
+            "Per query and head, between two visits of one layer: " + text,
+            "6.3, html Figure 26",
+        )
+        for name, (title, unit, text) in _MEANINGS.items()
+    ]
+    control = [
+        Measure(
+            f"{name}_control",
+            title + " of another head",
+            ("step", "head"),
+            unit,
+            text + _CONTROL,
+            "6.3, html Figure 26, grey",
+        )
+        for name, (title, unit, text) in _MEANINGS.items()
+    ]
+    return (*across, *control)
+
+
+class AttendedTokens(Statistic):
+    measures = _measures()
+    sites = frozenset({"Q", "K"})
+    looped_only = True
+    stored = frozenset(_MEANINGS)
+
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        plan = geometry.plan
+        several = (values.visible_keys > 1).view(-1, 1, 1)
+        more_than_8 = (values.visible_keys > 8).view(-1, 1, 1)
+        across, control = [], {}
+        for layer, overlaps in values.attention_overlaps.items():
+            visits = [s.index for s in plan.steps if s.layer == layer]
+            across += [overlaps.across[pair] for pair in sorted(overlaps.across)]
+            if overlaps.control is not None:
+                control.update(zip(visits, overlaps.control, strict=True))
+        # An unlooped layer has no control; a model with one head has none at all.
+        looped = torch.tensor([s in control for s in range(len(plan))]).view(1, -1, 1)
+        result = {}
+        for name, valid in (("top1_match", several), ("top8_overlap", more_than_8), ("mass_overlap", several)):
+            pairs = torch.stack([_value(overlap, name) for overlap in across], dim=1)
+            result[name] = TokenValues(pairs, valid)
+            empty = torch.zeros_like(pairs[:, 0])
+            steps = [_value(control[s], name) if s in control else empty for s in range(len(plan))]
+            result[f"{name}_control"] = TokenValues(torch.stack(steps, dim=1), valid & looped)
+        return result
+
+
+def _value(overlap: OverlapStatistics, name: str) -> Tensor:
+    """[token, head] as a number between 0 and 1."""
+    if name == "top1_match":
+        return overlap.top1_match.double()
+    return overlap.top8_shared.double() / 8 if name == "top8_overlap" else overlap.mass_overlap

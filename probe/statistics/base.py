@@ -1,0 +1,101 @@
+"""Statistic: a pure function from one batch's site values to per-token values of its measures."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.probe.measure import Measure
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a statistic may know of the model."""
+
+    plan: ExecutionPlan
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    num_experts: int
+    experts_per_token: int
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan, config: Mapping[str, Any]) -> Geometry:
+        names = ("hidden_size", "num_heads", "num_kv_heads", "num_experts", "experts_per_token")
+        return cls(plan, *(config[name] for name in names))
+
+    def size(self, axis: str) -> int:
+        """Length of a measure's axis."""
+        return {
+            "step": len(self.plan),
+            "later_step": len(self.plan),
+            "pair": len(self.plan.pairs),
+            "head": self.num_heads,
+            "kv_head": self.num_kv_heads,
+            "expert": self.num_experts,
+            "later_expert": self.num_experts,
+            "shared": self.experts_per_token + 1,
+            "stage": 6,
+            "q_stage": 2,
+            "kv_stage": 2,
+            "component": 5,
+        }[axis]
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """`values [token, *axes]`; `valid` of a shape that broadcasts to it, False where the definition leaves a token out."""
+
+    values: Tensor
+    valid: Tensor | None = None
+
+
+class Statistic(ABC):
+    """One file in this folder holds one statistic; being there is being registered."""
+
+    measures: ClassVar[tuple[Measure, ...]]
+    sites: ClassVar[frozenset[str]]
+    looped_only: ClassVar[bool] = False
+    """True: needs two visits of a layer, so an unlooped model has none of it."""
+    stored: ClassVar[frozenset[str]] = frozenset()
+    """Measures whose per-token values are kept at level `tokens`."""
+
+    @abstractmethod
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        """Measure name -> its values for each token."""
+
+    def group_sums(
+        self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Measures that are cheaper to sum at once than by token: name -> (total, count) [group, *axes]."""
+        return {}
+
+
+def stack(values: list[Tensor]) -> Tensor:
+    """Per-step [token, ...] to [token, step, ...]."""
+    return torch.stack(values, dim=1)
+
+
+def wide(value: Tensor) -> Tensor:
+    """At least float32, so that bfloat16 values aren't squared or summed as such."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine over the last axis; NaN where a vector is zero."""
+    a, b = wide(a), wide(b)
+    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
+
+
+def rms(value: Tensor) -> Tensor:
+    """||x|| / sqrt(size) over the last axis."""
+    return wide(value).norm(dim=-1) * value.shape[-1] ** -0.5

@@ -1,0 +1,55 @@
+"""Which experts are used, by step; and which follow which between two visits (ours)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack, wide
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+class ExpertLoad(Statistic):
+    measures = (
+        Measure(
+            name="expert_load",
+            title="Share of tokens that use an expert",
+            axes=("step", "expert"),
+            unit="share of tokens",
+            definition="f(e) = tokens that use expert e / tokens, per step; sums to k over the experts.",
+            paper="ours; the load-aware chance level is sum over e of f1(e) f2(e)",
+        ),
+        Measure(
+            name="router_entropy",
+            title="Router entropy",
+            axes=("step",),
+            unit="nats",
+            definition="Entropy of the router's softmax over all experts, before the choice of k.",
+            paper="ours",
+        ),
+    )
+    sites = frozenset({"experts", "router"})
+
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        entropies = []
+        for step in range(len(geometry.plan)):
+            log_p = wide(values.site("router", step)).log_softmax(-1)
+            entropies.append(-(log_p.exp() * log_p).sum(-1))
+        return {"router_entropy": TokenValues(stack(entropies))}
+
+    def group_sums(
+        self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        experts = geometry.num_experts
+        tokens = torch.bincount(groups, minlength=num_groups).double().view(-1, 1, 1)
+        loads = []
+        for step in range(len(geometry.plan)):
+            cells = groups.unsqueeze(1) * experts + values.site("experts", step).cpu()
+            loads.append(torch.bincount(cells.flatten(), minlength=num_groups * experts).view(num_groups, experts))
+        total = torch.stack(loads, dim=1).double()
+        return {"expert_load": (total, tokens.expand_as(total))}

@@ -1,0 +1,45 @@
+"""Which expert follows which between two visits of a layer (ours)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+class ExpertTransitions(Statistic):
+    measures = (
+        Measure(
+            name="expert_transitions",
+            title="Expert at the earlier visit and expert at the later one",
+            axes=("pair", "expert", "later_expert"),
+            unit="share of tokens",
+            definition="Tokens that use expert e at the earlier visit and e' at the later / tokens; sums to k*k over the table.",
+            paper="ours",
+            grouped=False,
+        ),
+    )
+    sites = frozenset({"experts"})
+    looped_only = True
+
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        return {}
+
+    def group_sums(
+        self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        experts = geometry.num_experts
+        tables = []
+        for pair in geometry.plan.pairs:
+            earlier, later = (values.site("experts", s.index).cpu() for s in (pair.earlier, pair.later))
+            cells = (earlier.unsqueeze(2) * experts + later.unsqueeze(1)).flatten()
+            tables.append(torch.bincount(cells, minlength=experts * experts).view(experts, experts))
+        total = torch.stack(tables).double().unsqueeze(0)
+        return {"expert_transitions": (total, torch.full_like(total, len(groups)))}

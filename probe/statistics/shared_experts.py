@@ -1,0 +1,49 @@
+"""How many of the k experts two visits share, as a histogram (SMELT 6.1)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+class SharedExperts(Statistic):
+    measures = (
+        Measure(
+            name="shared_experts",
+            title="Tokens by number of experts shared between two visits",
+            axes=("pair", "shared"),
+            unit="share of tokens",
+            definition="|S1 ∩ S2| for the sets S of k experts a token uses at two visits of one layer, as a histogram over 0..k.",
+            paper="6.1, html Figure 21",
+        ),
+        Measure(
+            name="shared_expert_count",
+            title="Experts shared between two visits",
+            axes=("pair",),
+            unit="experts",
+            definition="|S1 ∩ S2| for the sets S of k experts a token uses at two visits of one layer.",
+            paper="6.1",
+        ),
+    )
+    sites = frozenset({"experts"})
+    looped_only = True
+    stored = frozenset({"shared_expert_count"})
+
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        counts = []
+        for pair in geometry.plan.pairs:
+            earlier, later = values.site("experts", pair.earlier.index), values.site("experts", pair.later.index)
+            counts.append((earlier.unsqueeze(2) == later.unsqueeze(1)).sum((1, 2)))
+        shared = torch.stack(counts, dim=1)
+        histogram = torch.nn.functional.one_hot(shared, geometry.experts_per_token + 1)
+        return {
+            "shared_experts": TokenValues(histogram.double()),
+            "shared_expert_count": TokenValues(shared.double()),
+        }

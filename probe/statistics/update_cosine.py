@@ -1,0 +1,33 @@
+"""Cosine between the updates of every two steps (SMELT 6.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack, wide
+
+if TYPE_CHECKING:
+    from visitlens.hooks.capture import StepValues
+
+
+class UpdateCosine(Statistic):
+    measures = (
+        Measure(
+            name="update_cosine",
+            title="Cosine between residual updates",
+            axes=("step", "later_step"),
+            unit="cosine",
+            definition="Mean over tokens of cos(d_s, d_s'), d = attention write + MoE write, in execution order.",
+            paper="6.2, html Figure 24",
+        ),
+    )
+    sites = frozenset({"attn_write", "moe_write"})
+
+    def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
+        steps = range(len(geometry.plan))
+        updates = stack([wide(values.site("attn_write", s)) + wide(values.site("moe_write", s)) for s in steps])
+        unit = updates / updates.norm(dim=-1, keepdim=True)
+        return {"update_cosine": TokenValues(torch.bmm(unit, unit.transpose(1, 2)))}

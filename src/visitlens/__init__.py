@@ -1,0 +1,37 @@
+"""visitlens: what each visit of a looped transformer's layers does.
+
+Exports are lazy (PEP 562), so that reading a recording never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+_root = Path(__file__).resolve().parents[2]
+if (_root / "pyproject.toml").is_file() and not (Path(__file__).parent / "probe").is_dir():
+    __path__.insert(0, str(_root))  # a checkout on a system that does not make the four links (Windows)
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "open": "visitlens.probe.opened",
+    "LoopSpec": "visitlens.hooks.loop_plan",
+    "ExecutionPlan": "visitlens.hooks.loop_plan",
+    "StatArray": "visitlens.probe.measure",
+    "VisitlensError": "visitlens.kernels.errors",
+    "load_model": "visitlens.hooks.models.checkpoint",
+    "record": "visitlens.hooks.recorder",
+}
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    raise AttributeError(f"module 'visitlens' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])
