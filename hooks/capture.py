@@ -44,6 +44,10 @@ class Captured:
     def store(self, site: str, step: int, value: Tensor) -> None:
         self._values[site][step] = value.detach()
 
+    def clear(self) -> None:
+        for values in self._values.values():
+            values.clear()
+
 
 @contextmanager
 def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
@@ -57,7 +61,8 @@ def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
     clock = VisitClock(model.plan)
 
     def enter(_: Tensor, hook: Any, layer: int) -> None:
-        clock.enter(layer)
+        if clock.enter(layer).index == 0:
+            captured.clear()  # the last forward's values, before this one's take their place in memory
 
     def store(value: Tensor, hook: Any, site: str, step: int) -> None:
         captured.store(site, step, value)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.recording import read_manifest, shard_names
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, commit, commit_json, sole_writer
@@ -51,21 +52,6 @@ class TokenStatistics(Protocol):
         ...
 
 
-class Contexts(Protocol):
-    """Packed text: see `visitlens.probe.ladder.documents.PackedTokens`."""
-
-    tokens: np.ndarray
-    segments: np.ndarray
-    segment_document: np.ndarray
-    document_hash: np.ndarray
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def sha256(self) -> str: ...
-    def document_groups(self, groups: int) -> np.ndarray: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions:
     """What is kept. `activation_tokens` is a range of token ordinals; None = all. `batch` is contexts per forward:
@@ -92,7 +78,7 @@ class RecordingOptions:
 
 def record(
     model: LoopedMoE,
-    contexts: Contexts,
+    contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
     options: RecordingOptions,
@@ -143,7 +129,7 @@ class _Recorder:
     def __init__(
         self,
         model: LoopedMoE,
-        contexts: Contexts,
+        contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,
         options: RecordingOptions,

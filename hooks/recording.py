@@ -128,7 +128,7 @@ class Recording:
                 f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
             )
         step = self.plan.step(layer, visit).index
-        return np.concatenate([file["attn/p"][:, step] for file in self._files()])
+        return np.concatenate([schema.dataset(file, "attn/p", str(self.path))[:, step] for file in self._files()])
 
     def _needs(self, what: str) -> None:
         if self.level == "summary":
@@ -154,7 +154,7 @@ class Recording:
         for file in self._files():
             if name not in file:
                 continue
-            dataset = file[name]
+            dataset = schema.dataset(file, name, str(self.path))
             part = dataset[()] if index is None else dataset[index]
             if dataset.attrs.get("logical_dtype", b"") in (b"bfloat16", "bfloat16"):
                 part = (part.astype(np.uint32) << 16).view(np.float32)

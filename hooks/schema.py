@@ -120,13 +120,23 @@ def write_totals(file: h5py.File, totals: Mapping[str, GroupTotals]) -> None:
 
 
 def read_totals(file: h5py.File, where: str) -> dict[str, GroupTotals]:
-    if "summary" not in file:
+    summary = file.get("summary")
+    if not isinstance(summary, h5py.Group):
         raise RecordingError(f"{where}: holds no /summary")
     result = {}
-    for name, group in file["summary"].items():
+    for name, group in summary.items():
         attributes = {key: get_text(group.attrs, key) for key in group.attrs}
-        result[name] = GroupTotals(attributes, *(group[k][()] for k in ("total", "count", "left_out", "non_finite")))
+        arrays = (dataset(group, key, where)[()] for key in ("total", "count", "left_out", "non_finite"))
+        result[name] = GroupTotals(attributes, *arrays)
     return result
+
+
+def dataset(group: h5py.Group, name: str, where: str) -> h5py.Dataset:
+    """Raises RecordingError where there is none of that name."""
+    found = group.get(name)
+    if not isinstance(found, h5py.Dataset):
+        raise RecordingError(f"{where}: holds no dataset {name}")
+    return found
 
 
 def _small_chunks(array: np.ndarray) -> tuple[int, ...]:

@@ -199,12 +199,12 @@ def torch_visit_overlaps(
     positions = segments.positions().to(q.device)
     return VisitOverlaps(
         rows=[RowStatistics(*(x[:, :tokens].T.contiguous() for x in visit)) for visit in rows],
-        across={pair: _overlap_statistics(x[..., :tokens], positions) for pair, x in zip(pairs, across, strict=True)},
-        control=[_overlap_statistics(x[..., :tokens], positions) for x in control] if overlaps and heads > 1 else None,
+        across={pair: overlap_statistics(x[..., :tokens], positions) for pair, x in zip(pairs, across, strict=True)},
+        control=[overlap_statistics(x[..., :tokens], positions) for x in control] if overlaps and heads > 1 else None,
     )
 
 
-def _overlap_statistics(values: Tensor, positions: Tensor) -> OverlapStatistics:
+def overlap_statistics(values: Tensor, positions: Tensor) -> OverlapStatistics:
     """From top-1 match, top-8 shared and mass overlap, [3, head, token]."""
     match, shared, mass = values.transpose(1, 2)
     undefined = mass.isnan()

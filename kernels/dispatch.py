@@ -50,4 +50,4 @@ def choose_attention_rows(device_type: str, dtype: torch.dtype, requested: str =
 
 @cache
 def _numba_is_installed() -> bool:
-    return find_spec("numba") is not None and find_spec("visitlens.kernels.attention_rows_numba") is not None
+    return find_spec("numba") is not None

@@ -77,13 +77,13 @@ def _sorted(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tens
     out = mm(inner, w_out, counts)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
-    return out[back].view(tokens, k, -1).sum(1)  # summed in rank order: the same for any batch
+    return out[back].view(tokens, k, w_out.shape[2]).sum(1)  # summed in rank order: the same for any batch
 
 
 def _dense(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     num_experts, hidden, width = w_in.shape
     per_expert = torch.zeros(x.shape[0], num_experts, dtype=x.dtype, device=x.device)
     per_expert = per_expert.scatter_add(1, experts, gates.to(x.dtype))
-    gate, up = (x @ w_in.permute(1, 0, 2).reshape(hidden, -1)).view(-1, num_experts, width).chunk(2, dim=-1)
+    gate, up = (x @ w_in.permute(1, 0, 2).reshape(hidden, -1)).view(x.shape[0], num_experts, width).chunk(2, dim=-1)
     inner = silu(gate) * up * per_expert.unsqueeze(-1)
-    return inner.reshape(x.shape[0], -1) @ w_out.reshape(-1, hidden)
+    return inner.flatten(1) @ w_out.reshape(-1, hidden)

@@ -11,7 +11,7 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ class MixtureOfExperts(nn.Module):
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
             return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
 
-        logits = batched(hooks.hook_router_logits, (x @ self.W_router).float())
+        logits = batched(hooks.hook_router_logits, _at_least_float32(x @ self.W_router))
         probabilities = logits.softmax(-1)
         experts = batched(hooks.hook_expert_indices, probabilities.topk(self.k, dim=-1).indices)
         gates = probabilities.gather(1, experts)
@@ -145,7 +145,7 @@ class Block(nn.Module):
         cache: KVCache | None,
         aux: list[tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
-        hooks = self.visit[str(step.visit)]
+        hooks = cast(VisitHooks, self.visit[str(step.visit)])
 
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
             return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
@@ -178,6 +178,9 @@ class LoopedMoE(HookedRootModule):
     Call it with token ids [context, position] and, for packed contexts, segment ids of the same shape: attention
     stays within a segment and positions restart there. Without segment ids each context is one document.
     """
+
+    rotary_cos: Tensor
+    rotary_sin: Tensor
 
     def __init__(self, config: LoopedMoEConfig) -> None:
         super().__init__()
@@ -281,14 +284,16 @@ class LoopedMoE(HookedRootModule):
         rotary = (self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1))
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
         for step in self.plan.steps:
-            x = self.blocks[step.layer](x, step, segments, rotary, contexts, cache, aux)
+            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
         return self.ln_final(x)
 
     def _unembed(self, normalized: Tensor) -> Tensor:
         return normalized @ (self.embed.W_E.T if self.config.tie_embeddings else self.unembed.W_U)
 
     def _token_loss(self, logits: Tensor, tokens: Tensor, segments: Tensor | None) -> Tensor:
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        loss = F.cross_entropy(
+            _at_least_float32(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"
+        )
         loss = loss.view(tokens.shape[0], -1)
         if segments is None:
             return loss
@@ -311,3 +316,7 @@ class LoopedMoE(HookedRootModule):
         end = tokens.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.context_length:
             raise InputError(f"{end} positions exceed the model's context of {self.config.context_length}")
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

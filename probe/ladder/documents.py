@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.kernels.errors import InputError
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -30,39 +31,6 @@ class Document:
     text: str
     category: str = ""
     source: str = ""
-
-
-@dataclass(frozen=True)
-class PackedTokens:
-    """Contexts of equal length.
-
-    `tokens [context, position]` i4, `segments [context, position]` i4 (rising over the whole sample, -1 = padding),
-    `segment_document [segment]` i4, `document_hash [document]` u8: the first 8 bytes of the SHA-256 of its token ids.
-    """
-
-    tokens: np.ndarray
-    segments: np.ndarray
-    segment_document: np.ndarray
-    document_hash: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are not padding."""
-        return int((self.segments >= 0).sum())
-
-    @property
-    def sha256(self) -> str:
-        digest = hashlib.sha256()
-        for array in (self.tokens, self.segments, self.segment_document):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.hexdigest()
-
-    def document_groups(self, groups: int) -> np.ndarray:
-        """[document] group by token hash; each its own group where there are no more documents than groups."""
-        unique, rank = np.unique(self.document_hash, return_inverse=True)
-        if len(unique) <= groups:
-            return rank.astype(np.int64)
-        return (self.document_hash % np.uint64(groups)).astype(np.int64)
 
 
 def read_documents(path: Path) -> Iterator[Document]:

@@ -1,0 +1,19 @@
+"""What ships with visitlens: a trained pair of tiny models and held-out text. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import visitlens
+from visitlens.kernels.errors import InputError
+
+ASSETS = Path(visitlens.__file__).resolve().parent / "assets"
+SAMPLE = ASSETS / "sample" / "heldout.jsonl.xz"
+PAIR = {"looped": ASSETS / "models" / "smelt", "baseline": ASSETS / "models" / "baseline"}
+
+
+def check_assets() -> None:
+    """Raises InputError where the bundled files are missing (a partial checkout)."""
+    for path in (SAMPLE, *(folder / "model.safetensors" for folder in PAIR.values())):
+        if not path.is_file():
+            raise InputError(f"{path} is missing: this copy of visitlens is incomplete; clone the repository again")

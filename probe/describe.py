@@ -1,0 +1,40 @@
+"""Writes docs/measures.md from the Measure objects themselves.
+
+    python -m visitlens.probe.describe > docs/measures.md
+"""
+
+from __future__ import annotations
+
+from visitlens.probe.collect import registered
+
+_HEAD = """# Measures
+
+Generated from the code by `python -m visitlens.probe.describe`; every recording carries these definitions of its own.
+Section and figure numbers are those of SMELT (arXiv 2609.01343 v3); "ours" marks what the paper leaves open or doesn't have.
+
+**Axes.** `step` is a (layer, visit) in execution order; `pair` is two visits of one layer, the earlier first; `head` is a
+query head, `kv_head` a key/value head; `stage` is X, Q, K, V, PV, O.
+
+**Averages** are uniform over tokens, then over heads and layers where a figure says so. Sums are kept in float64 per document
+group (128 by default; documents fall into groups by a hash of their tokens; with no more documents than groups each is
+its own). **Intervals** are 95 % percentile bootstrap intervals over those groups, 1000 replicates, the same draw for every measure and
+for both recordings of a pair, so differences and ratios are paired. A token whose value is NaN or infinite is counted and
+never averaged in; tokens that a definition leaves out are counted too.
+
+| measure | axes | unit | definition | paper |
+|---|---|---|---|---|
+"""
+
+
+def measures_page() -> str:
+    """The page, as Markdown."""
+    rows = []
+    for statistic in registered():
+        for measure in statistic.measures:
+            cells = (f"`{measure.name}`", ", ".join(measure.axes), measure.unit, measure.definition, measure.paper)
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return _HEAD + "\n".join(sorted(rows)) + "\n"
+
+
+if __name__ == "__main__":
+    print(measures_page(), end="")

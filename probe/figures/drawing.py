@@ -1,0 +1,158 @@
+"""What the figures draw with: the titled frame, lines with intervals, heat maps, and panels that say why they are empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from visitlens.probe.figures.theme import DIVERGING, SEQUENTIAL, Style, Theme, escape
+
+LAYER_AXIS = "physical layer (0-based)"
+STEP_AXIS = "execution step, as layer·visit"
+HEAD_MARGIN = 92
+"""Height of title and subtitle, in pixels."""
+_LONGEST_NAME = 40
+_PANEL_NAMES = 24
+
+
+def frame(
+    data: Mapping[str, Any], theme: Theme, *, width: int, height: int, panels: Mapping[str, Any] | None = None, lines: bool = True
+) -> go.Figure:
+    """An empty figure with title and subtitle; with `lines`, room for a legend below. `panels` are `make_subplots` arguments."""
+    figure = make_subplots(**(panels or {}))
+    figure.update_annotations(font={"size": 14, "color": theme.ink})
+    named = 0 if panels is None or "subplot_titles" not in panels else _PANEL_NAMES
+    figure.update_layout(
+        template=theme.template(),
+        width=width,
+        height=height,
+        title={
+            "text": f"<b>{escape(data['title'])}</b>",
+            "subtitle": {"text": subtitle(data, lines), "font": {"size": 12, "color": theme.muted}},
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"t": 18, "l": 16},
+        },
+        margin={"t": HEAD_MARGIN + named, "l": 72, "r": 28, "b": 110 if lines else 70},
+        legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+    )
+    return figure
+
+
+def subtitle(data: Mapping[str, Any], lines: bool) -> str:
+    """Two short lines, escaped: which models, how much data, what the bars are, which hashes, what is missing."""
+    models = [data["models"][side] for side in data["sides"] if data["models"][side] is not None]
+    names = " and ".join(escape(_shorten(model["name"])) for model in models)
+    sizes = {f"{model['documents']:,} documents, {model['tokens']:,} tokens" for model in models}
+    counts = " and ".join(sorted(sizes))
+    hashes = "; ".join(f"recording {short(model['recording'])}, weights {short(model['weights_sha256'])}" for model in models)
+    intervals = "; bars: 95% document-bootstrap intervals" if lines else ""
+    missing = f"; Baseline not drawn: {escape(data['missing'])}" if data.get("missing") else ""
+    return f"{names}: n = {counts}{intervals}<br>{hashes}{missing}"
+
+
+def short(hash_: str | None) -> str:
+    """The first eight characters, escaped."""
+    return escape(hash_[:8]) if hash_ else "unknown"
+
+
+def line(entry: Mapping[str, Any], style: Style, *, name: str = "", legend: bool = True, width: float = 2.0) -> go.Scatter:
+    """A one-axis series against its labels, with interval bars."""
+    (labels,) = entry["axes"].values()
+    values = entry["values"]
+    up, down = bars(entry)
+    known = any(bar is not None for bar in up)
+    return go.Scatter(
+        x=labels,
+        y=values,
+        name=escape(name or entry["label"]),
+        mode="lines+markers",
+        line={"color": style.colour, "dash": style.dash, "width": width},
+        marker={"symbol": style.symbol, "size": 9, "color": style.colour, "line": {"width": 2 if "open" in style.symbol else 0}},
+        error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 3, "thickness": 1.4} if known else None,
+        customdata=list(zip(entry["low"], entry["high"], strict=True)),
+        hovertemplate=hover("%{x}", "%{y:.4f}", known),
+        showlegend=legend,
+    )
+
+
+def bars(entry: Mapping[str, Any]) -> tuple[list[float | None], list[float | None]]:
+    """Lengths of a one-axis series' interval bars above and below its values."""
+    up, down = [], []
+    for value, low, high in zip(entry["values"], entry["low"], entry["high"], strict=True):
+        missing = value is None or low is None or high is None
+        up.append(None if missing else max(high - value, 0.0))
+        down.append(None if missing else max(value - low, 0.0))
+    return up, down
+
+
+def hover(place: str, value: str, interval: bool) -> str:
+    """Template of a hover label; `customdata` is the interval."""
+    return f"{place}: {value}" + (" [%{customdata[0]:.4f}, %{customdata[1]:.4f}]" if interval else "")
+
+
+def heat(
+    entry: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], *, coloraxis: str = "coloraxis", places: str = "%{y}, %{x}"
+) -> go.Heatmap:
+    """A two-axis series; rows downwards are set by the y axis. Cell values are written where there are few cells."""
+    bounds = [list(zip(low, high, strict=True)) for low, high in zip(entry["low"], entry["high"], strict=True)]
+    known = any(low is not None for row in bounds for low, _ in row)
+    return go.Heatmap(
+        z=entry["values"],
+        x=[escape(label) for label in x],
+        y=[escape(label) for label in y],
+        coloraxis=coloraxis,
+        customdata=bounds,
+        hovertemplate=hover(places, "%{z:.4f}", known) + "<extra></extra>",
+        texttemplate="%{z:.2f}" if max(len(x), len(y)) <= 10 else None,
+        textfont={"size": 11},
+        xgap=1,
+        ygap=1,
+    )
+
+
+def sequential(top: float, title: str) -> dict[str, Any]:
+    """A colour axis from 0."""
+    return {"colorscale": SEQUENTIAL, "cmin": 0, "cmax": top or 1.0, "colorbar": _colour_bar(title)}
+
+
+def diverging(reach: float, title: str) -> dict[str, Any]:
+    """A colour axis symmetric about 0: both bounds are set, because a middle alone is ignored once they are."""
+    return {"colorscale": DIVERGING, "cmin": -(reach or 1.0), "cmax": reach or 1.0, "colorbar": _colour_bar(title)}
+
+
+def largest(*grids: Sequence[Sequence[float | None]]) -> float:
+    """The largest absolute value of some two-axis series; 0 if there is none."""
+    return max((abs(value) for grid in grids for row in grid for value in row if value is not None), default=0.0)
+
+
+def cell_axes(figure: go.Figure, x: Sequence[str], y: Sequence[str], most: int, **where: int) -> None:
+    """Category axes of a heat map: the first row on top, ticks thinned, no grid behind the cells."""
+    figure.update_xaxes(type="category", tickvals=every(x, most), showgrid=False, **where)
+    figure.update_yaxes(type="category", tickvals=every(y, most), showgrid=False, autorange="reversed", **where)
+
+
+def every(labels: Sequence[Any], most: int = 16) -> list[Any]:
+    """At most `most` of the labels, evenly spaced, the first among them: ticks that don't overlap."""
+    return list(labels[:: -(-len(labels) // most)])
+
+
+def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: int) -> None:
+    """Says in a panel why it is empty, and hides its axes."""
+    figure.update_xaxes(visible=False, range=[0, 1], row=row, col=col)
+    figure.update_yaxes(visible=False, range=[0, 1], row=row, col=col)
+    figure.add_annotation(
+        text=escape(reason), x=0.5, y=0.5, showarrow=False, width=260, font={"color": theme.muted}, row=row, col=col
+    )
+
+
+def _colour_bar(title: str) -> dict[str, Any]:
+    return {"title": {"text": escape(title), "side": "right"}, "thickness": 14, "outlinewidth": 0, "ypad": 0}
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…"

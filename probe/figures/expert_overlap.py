@@ -1,0 +1,124 @@
+"""How many experts two visits share, against chance (SMELT 6.1, html Figure 21)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import comb
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from visitlens.probe.figures.base import Figure
+from visitlens.probe.figures.drawing import bars, frame, hover
+from visitlens.probe.figures.pair import Pair, first_and_last
+from visitlens.probe.figures.series import reference, series, with_interval
+from visitlens.probe.figures.theme import Theme
+from visitlens.probe.measure import Measure
+from visitlens.probe.opened import RecordedRun
+
+
+class ExpertOverlap(Figure):
+    slug = "expert-overlap"
+    html, pdf = "21", "12"
+    title = "Experts shared between two visits"
+    question = "Does a token use the same experts when it comes through a layer again, more often than chance would have it?"
+
+    def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        config = looped.recording.config
+        k, experts = config["experts_per_token"], config["num_experts"]
+        histogram = looped.shared_experts().mean("layer")
+        count = looped.between_visits("shared_expert_count").mean("layer")
+        by_load = looped.expert_overlap_chance_by_load().mean("layer")
+        distribution = hypergeometric(experts, k)
+        shared = list(range(k + 1))
+        drawn = {
+            "observed": series(histogram, "looped", "observed", "observed"),
+            "observed_mean": series(count, "looped", "summary", "observed mean"),
+            "uniform_chance": reference(uniform_chance(experts, k), "uniform chance", _UNIFORM),
+            "load_aware_chance": series(by_load.combine(k, np.multiply, _BY_LOAD), "looped", "control", "load-aware chance"),
+            "uniform_distribution": reference(distribution, "uniform chance, whole distribution", _DISTRIBUTION, {"shared": shared}),
+        }
+        return {
+            "series": drawn,
+            "experts": experts,
+            "experts_per_token": k,
+            "visits": first_and_last(looped),
+            "notes": [
+                f"Observed mean {with_interval(drawn['observed_mean'], 2)} of {k} experts; uniform chance {k * k / experts:.3f} "
+                f"(k²/E, E = {experts}); load-aware chance {with_interval(drawn['load_aware_chance'], 2)}."
+            ],
+        }
+
+    def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
+        drawn, k = data["series"], data["experts_per_token"]
+        figure = frame(data, theme, width=760, height=500)
+        observed = drawn["observed"]
+        up, down = bars(observed)
+        figure.add_bar(
+            x=observed["axes"]["shared"],
+            y=observed["values"],
+            name="observed",
+            marker={"color": theme.same_head, "opacity": 0.6},
+            error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": theme.ink, "thickness": 1.4},
+            customdata=list(zip(observed["low"], observed["high"], strict=True)),
+            hovertemplate=hover("%{x} shared", "%{y:.4f}", up[0] is not None),
+        )
+        distribution = drawn["uniform_distribution"]
+        figure.add_scatter(
+            x=distribution["axes"]["shared"],
+            y=distribution["values"],
+            name="uniform chance, whole distribution",
+            mode="lines+markers",
+            line={"color": theme.muted, "width": 1},
+            marker={"size": 5, "color": theme.muted},
+            hovertemplate=hover("%{x} shared", "%{y:.4f}", False),
+        )
+        top = 1.08 * max(v for v in [*distribution["values"], *observed["high"], *observed["values"]] if v is not None)
+        for name, dash in (("uniform_chance", "dash"), ("load_aware_chance", "dot")):
+            at = drawn[name]["values"]
+            figure.add_scatter(
+                x=[at, at],
+                y=[0, top],
+                name=f"{drawn[name]['label']} {at:.2f}",
+                mode="lines",
+                line={"color": theme.chance, "dash": dash, "width": 2},
+                hovertemplate="%{x:.3f} shared",
+            )
+        a, b = data["visits"]
+        figure.update_xaxes(title_text=f"experts shared between visits {a} and {b} (of {k})", dtick=1, range=[-0.6, k + 0.6])
+        figure.update_yaxes(title_text="share of tokens, mean over looped layers", range=[0, top], tickformat=".0%")
+        return figure
+
+
+def uniform_chance(experts: int, k: int) -> float:
+    """Expected overlap of two independent uniform sets of k among `experts`: k * k / E, the paper's dashed line."""
+    return k * k / experts
+
+
+def hypergeometric(experts: int, k: int) -> list[float]:
+    """P(s shared), s = 0..k, for two independent uniform sets of k among `experts`; exact until the last division."""
+    whole = comb(experts, k)
+    return [float(Fraction(comb(k, s) * comb(experts - k, k - s), whole)) for s in range(k + 1)]
+
+
+def _count(name: str, title: str, definition: str, paper: str) -> Measure:
+    return Measure(name, title, (), "experts", definition, paper)
+
+
+_UNIFORM = _count("uniform_chance", "Shared experts by uniform chance", "k * k / E: two independent uniform sets of k among E experts.", "6.1, html Figure 21")
+_BY_LOAD = _count(
+    "load_aware_chance",
+    "Shared experts expected from expert loads",
+    "Sum over experts of f1(e) f2(e), f_v(e) = share of tokens that use e at visit v: each visit chooses by its own loads, whatever the token.",
+    "ours",
+)
+_DISTRIBUTION = Measure(
+    "uniform_distribution",
+    "Shared experts by uniform chance, whole distribution",
+    ("shared",),
+    "share of tokens",
+    "Hypergeometric: C(k, s) C(E - k, k - s) / C(E, k).",
+    "ours",
+)

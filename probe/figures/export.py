@@ -1,0 +1,162 @@
+"""Writes figures to files: interactive HTML that works offline, pictures, the drawn data as JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
+from visitlens.probe.figures import page
+from visitlens.probe.figures.base import Figure, find, registered
+from visitlens.probe.figures.images import IMAGE_FORMATS, render
+from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.series import csv_rows
+from visitlens.probe.figures.theme import Theme, find_theme
+
+FORMATS = ("html", *IMAGE_FORMATS, "json", "csv")
+Progress = Callable[[int, int], None]
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure and the data that it draws."""
+
+    figure: Figure
+    data: Mapping[str, Any]
+
+
+def warn(message: str) -> None:
+    """What `on_warning` does if the caller doesn't say."""
+    warnings.warn(message, stacklevel=3)
+
+
+def write_figures(
+    pair: Pair,
+    folder: str | Path,
+    slugs: Iterable[str] | None = None,
+    formats: Sequence[str] = ("html", "png", "svg", "json", "csv"),
+    *,
+    theme: str = "light",
+    on_progress: Progress = lambda done, total: None,
+    on_warning: Warn = warn,
+) -> list[Path]:
+    """Writes `SLUG.FORMAT` for each figure; returns what was written.
+
+    Args:
+        slugs: figures to write, as `find` takes them; None writes all that the recordings allow.
+        formats: among html, png, svg, pdf, json, csv. Without a Chromium the pictures are left out, with one warning.
+        theme: light, dark or paper.
+        on_progress: called with the number of files done and the number wanted.
+
+    Raises:
+        InputError: an unknown figure, format or theme, or no looped recording.
+        RecordingError: a figure that was asked for needs a measure that isn't recorded.
+        StorageError: the folder can't be written.
+    """
+    check_formats(formats)
+    chosen = find_theme(theme)
+    return write_drawings(prepare(pair, slugs, on_warning), folder, formats, chosen, on_progress, on_warning)
+
+
+def prepare(pair: Pair, slugs: Iterable[str] | None, on_warning: Warn) -> list[Drawing]:
+    """The figures and their data; those that the recordings don't allow are left out with a warning, unless asked for."""
+    if slugs is not None:
+        return [Drawing(figure, figure.data(pair)) for figure in dict.fromkeys(map(find, slugs))]
+    drawings = []
+    for figure in registered():
+        try:
+            drawings.append(Drawing(figure, figure.data(pair)))
+        except RecordingError as error:
+            on_warning(f"figure {figure.slug} is left out: {error}")
+    return drawings
+
+
+def write_drawings(
+    drawings: Sequence[Drawing], folder: str | Path, formats: Sequence[str], theme: Theme, on_progress: Progress, on_warning: Warn
+) -> list[Path]:
+    """As `write_figures`, from prepared data."""
+    folder = Path(folder)
+    plots = [drawing.figure.draw(drawing.data, theme) for drawing in drawings]
+    written, total = [], len(drawings) * len(formats)
+
+    def put(name: str, content: str | bytes) -> None:
+        written.append(write_file(folder / name, content))
+        on_progress(len(written), total)
+
+    if "html" in formats:
+        write_plotly_js(folder)
+    for drawing, plot in zip(drawings, plots, strict=True):
+        for format_ in formats:
+            if format_ not in IMAGE_FORMATS:
+                put(f"{drawing.figure.slug}.{format_}", _text(drawing.data, plot, format_, theme))
+    jobs = [(plot, drawing.figure.slug, format_) for drawing, plot in zip(drawings, plots, strict=True) for format_ in formats if format_ in IMAGE_FORMATS]
+    try:
+        for (_, slug, format_), picture in zip(jobs, render([(plot, format_) for plot, _, format_ in jobs]), strict=True):
+            put(f"{slug}.{format_}", picture)
+    except UnavailableError as error:
+        on_warning(f"pictures are left out: {error}")
+    return written
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raises InputError: an unknown format."""
+    if unknown := [format_ for format_ in formats if format_ not in FORMATS]:
+        raise InputError(f"expected formats among {', '.join(FORMATS)}, got {', '.join(map(repr, unknown))}")
+
+
+def write_plotly_js(folder: Path) -> None:
+    """One copy of plotly.js for all pages of a folder."""
+    write_file(folder / page.PLOTLY_JS, get_plotlyjs())
+
+
+def write_file(path: Path, content: str | bytes) -> Path:
+    """Whole or not at all: written beside its place, then moved there.
+
+    Raises:
+        StorageError: no room or no permission.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).chmod(0o644)
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise StorageError(f"{path}: can't be written ({error})") from error
+    return path
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _text(data: Mapping[str, Any], plot: go.Figure, format_: str, theme: Theme) -> str:
+    if format_ == "html":
+        return page.single(data, plot, "dark" if theme.name == "dark" else "light")
+    return json_text(data) if format_ == "json" else _csv(csv_rows(data))
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()

@@ -1,0 +1,119 @@
+"""A drawn series as JSON: values, interval and definition of a StatArray or of a computed reference; and as CSV rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.probe.measure import Measure, StatArray, json_numbers
+
+INTERVAL = "95% percentile interval of a bootstrap over documents (in groups, 1,000 replicates)"
+_STEP_AXES = {"step": ("layer", "visit"), "later_step": ("later_layer", "later_visit")}
+
+
+def series(stat: StatArray, model: str, role: str, label: str) -> dict[str, Any]:
+    """`model` is looped or baseline; `role` is observed, control or summary. Steps become their index."""
+    low, high = stat.interval()
+    return {
+        "model": model,
+        "role": role,
+        "label": label,
+        "measure": _describe(stat.measure),
+        "axes": {axis: [_json_label(label) for label in stat.labels[axis]] for axis in stat.axes},
+        "values": json_numbers(stat.values),
+        "low": json_numbers(low),
+        "high": json_numbers(high),
+        "documents": stat.documents,
+        "tokens": stat.tokens,
+        "aggregation": stat.aggregation,
+        "provenance": dict(stat.provenance),
+    }
+
+
+def reference(
+    values: float | Sequence[float], label: str, measure: Measure, axes: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Any]:
+    """A chance level computed from the model's configuration alone: exact, so without interval or counts."""
+    array = np.asarray(values, dtype=np.float64)
+    nothing = json_numbers(np.full(array.shape, np.nan))
+    return {
+        "model": "looped",
+        "role": "chance",
+        "label": label,
+        "measure": _describe(measure),
+        "axes": {axis: list(labels) for axis, labels in (axes or {}).items()},
+        "values": json_numbers(array),
+        "low": nothing,
+        "high": nothing,
+        "documents": None,
+        "tokens": None,
+        "aggregation": "computed, not measured",
+        "provenance": {},
+    }
+
+
+def plan_of(model: Mapping[str, Any]) -> ExecutionPlan:
+    """The execution plan of a described model."""
+    return ExecutionPlan.from_layers(model["layers"])
+
+
+def with_interval(entry: Mapping[str, Any], places: int = 3) -> str:
+    """A scalar series as text: `0.560 [0.551, 0.568]`."""
+    if entry["values"] is None:
+        return "not measured"
+    text = f"{entry['values']:.{places}f}"
+    if entry["low"] is None:
+        return text
+    return f"{text} [{entry['low']:.{places}f}, {entry['high']:.{places}f}]"
+
+
+def csv_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row a drawn number; the columns are the union of the figure's axes. Steps also get their layer and visit."""
+    axes = dict.fromkeys(axis for entry in data["series"].values() for axis in entry["axes"])
+    columns = [c for axis in axes for c in (axis, *_STEP_AXES.get(axis, ()))]
+    return [row for name, entry in data["series"].items() for row in _rows(data, name, entry, columns)]
+
+
+def _rows(data: Mapping[str, Any], name: str, entry: Mapping[str, Any], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    model = data["models"][entry["model"]]
+    steps = plan_of(model).steps
+    arrays = {key: np.asarray(entry[key], dtype=object) for key in ("values", "low", "high")}
+    sizes = [range(len(labels)) for labels in entry["axes"].values()]
+    for index in product(*sizes):
+        places = {axis: labels[i] for (axis, labels), i in zip(entry["axes"].items(), index, strict=True)}
+        for axis, (layer, visit) in _STEP_AXES.items():
+            if axis in places:
+                step = steps[places[axis]]
+                places |= {layer: step.layer, visit: step.visit}
+        yield {
+            "figure": data["slug"],
+            "series": name,
+            "label": entry["label"],
+            "role": entry["role"],
+            "model": entry["model"],
+            **{column: places.get(column) for column in columns},
+            "value": arrays["values"][index],
+            "low": arrays["low"][index],
+            "high": arrays["high"][index],
+            "unit": entry["measure"]["unit"],
+            "measure": entry["measure"]["name"],
+            "documents": entry["documents"],
+            "tokens": entry["tokens"],
+            "aggregation": entry["aggregation"],
+            "recording": model["recording"],
+        }
+
+
+def _describe(measure: Measure) -> dict[str, str]:
+    return {key: value for key, value in asdict(measure).items() if key not in ("axes", "grouped")}
+
+
+def _json_label(label: Any) -> int | str:
+    if isinstance(label, Step):
+        return label.index
+    return int(label) if isinstance(label, int | np.integer) else str(label)

@@ -1,0 +1,44 @@
+"""How alike two visits are at the six stages of attention (SMELT 6.3, html Figure 25)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import plotly.graph_objects as go
+
+from visitlens.probe.figures.base import Figure
+from visitlens.probe.figures.drawing import frame, line
+from visitlens.probe.figures.pair import Pair, first_and_last
+from visitlens.probe.figures.series import series
+from visitlens.probe.figures.theme import Style, Theme
+from visitlens.probe.opened import RecordedRun
+
+
+class StageCosine(Figure):
+    slug = "stage-cosine"
+    html, pdf = "25", "16"
+    title = "Cosine between two visits by attention stage"
+    question = "At which stage of attention do two visits part: in what is asked and matched (Q, K) or in what is carried (V, PV, O)?"
+
+    def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        stages = looped.stage_cosine()
+        drawn = {f"layer_{layer}": series(stages.sel(layer=layer), "looped", "observed", f"layer {layer}") for layer in stages.labels["layer"]}
+        drawn["mean"] = series(stages.mean("layer"), "looped", "observed", "mean over looped layers")
+        notes = ["Thin lines are single layers. A cosine of 0 is what two unrelated vectors have; no control of other tokens is recorded."]
+        return {"series": drawn, "visits": first_and_last(looped), "notes": notes}
+
+    def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
+        figure = frame(data, theme, width=760, height=500)
+        layers = [entry for name, entry in data["series"].items() if name != "mean"]
+        thin = Style(theme.muted, "circle", "solid")
+        for entry in layers:
+            trace = line(entry, thin, width=0.8, legend=entry is layers[0], name="each looped layer")
+            trace.update(mode="lines", error_y=None, opacity=0.7, legendgroup="layers", hovertemplate=f"{trace.hovertemplate}<extra>{entry['label']}</extra>")
+            figure.add_trace(trace)
+        figure.add_trace(line(data["series"]["mean"], Style(theme.same_head, "circle", "solid"), width=2.6))
+        a, b = data["visits"]
+        low = min((v for entry in data["series"].values() for v in [*entry["values"], *entry["low"]] if v is not None), default=0.0)
+        figure.update_xaxes(title_text="attention stage (X: normalised input, O: output)", type="category")
+        figure.update_yaxes(title_text=f"cosine between visits {a} and {b}", range=[min(0.0, low * 1.05), 1.03])
+        return figure

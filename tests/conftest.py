@@ -1,0 +1,153 @@
+"""Tiny seeded models, packed random text, and recordings of three models over the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.ladder.documents import PackedTokens, pack
+from visitlens.probe.opened import RecordedRun
+from visitlens.probe.opened import open as open_recording
+from visitlens.probe.statistics.base import Geometry
+
+torch.set_num_threads(1)
+
+VOCABULARY = 61
+BOS, EOS, PAD = 0, 1, 2
+LENGTHS = (1, 2, 8, 9, 70, 3, 17, 1, 30, 2, 12, 9)
+"""Of the documents of `make_text`, BOS and EOS included: alone, at the edges of top-8, and longer than the context."""
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., LoopedMoE]:
+    """Factory: `make_model(visits=2, dtype=torch.float32, seed=1, **config)`; one visit is the Baseline (empty span)."""
+
+    def build(visits: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> LoopedMoE:
+        sizes: dict[str, Any] = dict(
+            vocab_size=VOCABULARY, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4
+        )
+        sizes |= dict(num_experts=10, expert_dim=8, experts_per_token=3, context_length=64)
+        if visits > 1:
+            sizes |= dict(loop_start=1, loop_stop=3, visits=visits)
+        model = LoopedMoE(LoopedMoEConfig(**{**sizes, **changes}))
+        model.init_weights(seed)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # gains away from 1, so that a forgotten one shows
+                    parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+        return model.to(dtype).eval().requires_grad_(False)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_documents() -> Callable[..., list[np.ndarray]]:
+    """Factory: random token ids, BOS first, of the given lengths (a mix of the awkward ones by default)."""
+
+    def build(seed: int = 0, lengths: Sequence[int] = LENGTHS, vocabulary: int = VOCABULARY) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return [np.array([BOS, *rng.integers(3, vocabulary, n - 1)], dtype=np.int32) for n in lengths]
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_text(make_documents: Callable[..., list[np.ndarray]]) -> Callable[..., PackedTokens]:
+    """Factory: `make_documents` packed into contexts of `context` tokens."""
+
+    def build(
+        seed: int = 0, lengths: Sequence[int] = LENGTHS, context: int = 32, vocabulary: int = VOCABULARY
+    ) -> PackedTokens:
+        return pack(make_documents(seed, lengths, vocabulary), context, BOS, PAD)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_collector() -> Callable[..., StatisticsCollector]:
+    """Factory: a fresh collector that fits a model and a text."""
+
+    def build(
+        model: LoopedMoE, text: PackedTokens, measures: Sequence[str] | None = None, groups: int = 128
+    ) -> StatisticsCollector:
+        geometry = Geometry.of(model.plan, model.config.to_dict())
+        return StatisticsCollector(geometry, int(text.document_groups(groups).max()) + 1, measures)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def make_recording(make_collector: Callable[..., StatisticsCollector]) -> Callable[..., RecordedRun]:
+    """Factory: `make_recording(model, text, path, **options)` records and opens."""
+
+    def build(
+        model: LoopedMoE,
+        text: PackedTokens,
+        path: Path,
+        *,
+        level: str = "tokens",
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        **options: Any,
+    ) -> RecordedRun:
+        record(
+            model,
+            text,
+            path,
+            make_collector(model, text, groups=options.get("groups", 128)),
+            RecordingOptions(level=level, **options),
+            provenance={"weights_sha256": "0" * 64, "text": "random", "note": "random weights"},
+            attention_implementation="torch",
+            on_progress=on_progress,
+        )
+        return open_recording(path)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def recordings(
+    make_model: Callable[..., LoopedMoE],
+    make_text: Callable[..., PackedTokens],
+    make_recording: Callable[..., RecordedRun],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, RecordedRun]:
+    """Looped (2 visits), Baseline and three-visit models of 4 layers, layers 1-2 looped, 8 experts a token, over one
+    text of 60 documents, at level `tokens`."""
+    lengths = [*LENGTHS, *np.random.default_rng(7).integers(2, 90, 60 - len(LENGTHS))]
+    text = make_text(seed=3, lengths=lengths, context=64)
+    folder = tmp_path_factory.mktemp("recordings")
+    sizes = dict(hidden_size=32, head_dim=8, experts_per_token=8)
+    models = {
+        "looped": make_model(2, num_experts=16, **sizes),
+        "baseline": make_model(1, num_experts=12, **sizes),
+        "three": make_model(3, num_experts=16, **sizes),
+    }
+    return {name: make_recording(model, text, folder / f"{name}.vlens") for name, model in models.items()}
+
+
+@pytest.fixture(scope="session")
+def looped_recording(recordings: dict[str, RecordedRun]) -> RecordedRun:
+    """4 layers, layers 1-2 visited twice. Read-only: it's shared."""
+    return recordings["looped"]
+
+
+@pytest.fixture(scope="session")
+def baseline_recording(recordings: dict[str, RecordedRun]) -> RecordedRun:
+    """4 layers, nothing looped. Read-only: it's shared."""
+    return recordings["baseline"]
+
+
+@pytest.fixture(scope="session")
+def three_visit_recording(recordings: dict[str, RecordedRun]) -> RecordedRun:
+    """4 layers, layers 1-2 visited three times. Read-only: it's shared."""
+    return recordings["three"]
