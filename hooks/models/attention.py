@@ -7,6 +7,7 @@ gradient sends the output through the explicit path.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,11 +137,19 @@ class SegmentedAttention(nn.Module):
             starts = segments.starts().to(q.device).view(contexts, new)
             allowed = allowed & (starts.unsqueeze(2) == starts.unsqueeze(1))
             allowed = allowed.unsqueeze(1)
-        scores = (q.transpose(1, 2) @ self._spread(k).permute(0, 2, 3, 1)) * self.d**-0.5
-        scores = scores.masked_fill(~allowed, float("-inf"))
+        with _versions_counted():
+            scores = (q.transpose(1, 2) @ self._spread(k).permute(0, 2, 3, 1)) * self.d**-0.5
+            scores = scores.masked_fill(~allowed, float("-inf"))
         changed_scores, scores = _pass_through(scores_hook, scores)
-        changed_pattern, pattern = _pass_through(pattern_hook, scores.softmax(-1))
+        with _versions_counted():
+            pattern = scores.softmax(-1)
+        changed_pattern, pattern = _pass_through(pattern_hook, pattern)
         return pattern if changed_scores or changed_pattern else None
+
+
+def _versions_counted() -> AbstractContextManager[object]:
+    """Tensors made in inference mode have no version counter, by which a change in place is noticed."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _pass_through(hook: HookPoint, value: Tensor) -> tuple[bool, Tensor]:

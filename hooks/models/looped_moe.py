@@ -11,7 +11,7 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,34 @@ class LoopedMoE(HookedRootModule):
             z = z + router_logits.logsumexp(-1).square().mean() / len(aux)
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
+
+    def get_caching_hooks(
+        self,
+        names_filter: Any = None,
+        incl_bwd: bool = False,
+        device: Any = None,
+        remove_batch_dim: bool = False,
+        cache: dict[str, Tensor] | None = None,
+        pos_slice: Any = None,
+    ) -> tuple[dict, list, list]:
+        """TransformerLens' own, except that `pos_slice` cuts positions of rotated queries and keys too: 4.3 cuts heads."""
+        cache, forward, backward = super().get_caching_hooks(
+            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice
+        )
+
+        def turned(save: Any, suffix: str) -> Any:
+            def save_turned(value: Tensor, hook: HookPoint) -> None:
+                save(value.transpose(-3, -2), hook=hook)  # [context, head, position, d]
+                kept = cache[f"{hook.name}{suffix}"]
+                cache[f"{hook.name}{suffix}"] = kept.transpose(-3, -2) if kept.ndim > 3 - remove_batch_dim else kept
+
+            return save_turned
+
+        def all_of(hooks: list, suffix: str) -> list:
+            rotated = ("hook_rot_q", "hook_rot_k")
+            return [(name, turned(save, suffix) if name.endswith(rotated) else save) for name, save in hooks]
+
+        return cache, all_of(forward, ""), all_of(backward, "_grad")
 
     def new_cache(self) -> KVCache:
         """An empty KV cache with one slot per (layer, visit)."""

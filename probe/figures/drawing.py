@@ -29,18 +29,26 @@ def frame(
         template=theme.template(),
         width=width,
         height=height,
-        title={
-            "text": f"<b>{escape(data['title'])}</b>",
-            "subtitle": {"text": subtitle(data, lines), "font": {"size": 12, "color": theme.muted}},
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-            "pad": {"t": 18, "l": 16},
-        },
+        title=title_block(theme, data["title"], subtitle(data, lines)),
         margin={"t": HEAD_MARGIN + named, "l": 72, "r": 28, "b": 110 if lines else 70},
         legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )
     return figure
+
+
+def title_block(theme: Theme, title: str, below: str) -> dict[str, Any]:
+    """Title and subtitle at the top left; `below` is escaped already and has at most two lines."""
+    return {
+        "text": f"<b>{escape(title)}</b>",
+        "subtitle": {"text": below, "font": {"size": 12, "color": theme.muted}},
+        "x": 0,
+        "xref": "container",
+        "xanchor": "left",
+        "y": 1,
+        "yref": "container",
+        "yanchor": "top",
+        "pad": {"t": 18, "l": 16},
+    }
 
 
 def subtitle(data: Mapping[str, Any], lines: bool) -> str:
@@ -101,6 +109,7 @@ def heat(
     """A two-axis series; rows downwards are set by the y axis. Cell values are written where there are few cells."""
     bounds = [list(zip(low, high, strict=True)) for low, high in zip(entry["low"], entry["high"], strict=True)]
     known = any(low is not None for row in bounds for low, _ in row)
+    most = max(len(x), len(y))
     return go.Heatmap(
         z=entry["values"],
         x=[escape(label) for label in x],
@@ -108,10 +117,10 @@ def heat(
         coloraxis=coloraxis,
         customdata=bounds,
         hovertemplate=hover(places, "%{z:.4f}", known) + "<extra></extra>",
-        texttemplate="%{z:.2f}" if max(len(x), len(y)) <= 10 else None,
+        texttemplate=("%{z:.2f}" if largest(entry["values"]) >= 0.2 else "%{z:.3f}") if most <= 10 else None,
         textfont={"size": 11},
-        xgap=1,
-        ygap=1,
+        xgap=1 if most <= 24 else 0,
+        ygap=1 if most <= 24 else 0,
     )
 
 
@@ -151,7 +160,7 @@ def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: 
 
 
 def _colour_bar(title: str) -> dict[str, Any]:
-    return {"title": {"text": escape(title), "side": "right"}, "thickness": 14, "outlinewidth": 0, "ypad": 0}
+    return {"title": {"text": escape(title), "side": "right", "font": {"size": 13}}, "thickness": 14, "outlinewidth": 0, "ypad": 0}
 
 
 def _shorten(name: str) -> str:

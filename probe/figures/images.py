@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,9 @@ def render(jobs: Sequence[tuple[go.Figure, str]]) -> Iterator[bytes]:
 
 
 async def _render(jobs: Sequence[tuple[go.Figure, str]], results: Queue[bytes | Exception], stop: Event) -> None:
+    log = logging.getLogger("choreographer")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it logs the browser's good-bye as a broken message, with a traceback
     try:
         from kaleido import Kaleido
 
@@ -68,6 +72,8 @@ async def _render(jobs: Sequence[tuple[go.Figure, str]], results: Queue[bytes | 
             await browser.close()
     except Exception as error:  # handed to the caller's thread
         results.put(error)
+    finally:
+        log.setLevel(level)
 
 
 def _unavailable(error: Exception) -> UnavailableError:

@@ -56,7 +56,7 @@ class SinkProfile(Figure):
             trace = line(entry, style)
             trace.update(xaxis="x2", mode="markers", hovertemplate=f"step {trace.hovertemplate}")
             figure.add_trace(trace)
-        shown = every(steps, 24)
+        shown = every(steps, 16)
         figure.update_layout(
             xaxis2={
                 "overlaying": "x",
@@ -93,4 +93,4 @@ def _baseline_axis(figure: go.Figure, data: Mapping[str, Any]) -> None:
         figure.update_layout(xaxis={"title": {"text": f"Baseline not drawn: {data['missing']}"}, "showticklabels": False, "ticks": "", "showgrid": False})
         return
     layers = [step.layer for step in plan_of(data["models"]["baseline"]).steps]
-    figure.update_layout(xaxis={"title": {"text": f"Baseline: {LAYER_AXIS}"}, "tickvals": every(layers, 24), "range": [-0.5, len(layers) - 0.5]})
+    figure.update_layout(xaxis={"title": {"text": f"Baseline: {LAYER_AXIS}"}, "tickvals": every(layers, 16), "range": [-0.5, len(layers) - 0.5]})

@@ -75,7 +75,6 @@ class Theme:
                 "plot_bgcolor": self.background,
                 "xaxis": axis,
                 "yaxis": axis,
-                "title": {"x": 0, "xref": "container", "xanchor": "left", "pad": {"l": 16}},
                 "hoverlabel": {"font": {"family": FONT}},
                 "legend": {"bgcolor": "rgba(0,0,0,0)"},
             }

@@ -1,0 +1,111 @@
+"""A plain figure of any StatArray: what `StatArray.plot()` draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+
+from visitlens.hooks.loop_plan import Step, VisitPair
+from visitlens.kernels.errors import InputError
+from visitlens.probe.figures.drawing import (
+    HEAD_MARGIN,
+    LAYER_AXIS,
+    STEP_AXIS,
+    cell_axes,
+    diverging,
+    every,
+    heat,
+    largest,
+    line,
+    sequential,
+    title_block,
+)
+from visitlens.probe.figures.series import series
+from visitlens.probe.figures.theme import LIGHT, Style, Theme, escape
+from visitlens.probe.measure import StatArray
+from visitlens.probe.opened import step_label
+
+_AXIS_TITLES = {
+    "layer": LAYER_AXIS,
+    "step": STEP_AXIS,
+    "later_step": STEP_AXIS,
+    "pair": "layer and its two visits",
+    "shared": "shared experts",
+}
+
+_ORDERED = ("layer", "step", "later_step", "shared")
+"""Axes along which a line between points means something."""
+
+
+def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> go.Figure:
+    """A point with its interval for no axis, a line with intervals for one, a heat map for two.
+
+    Cosines and whatever has negative values get a diverging scale, symmetric about zero.
+
+    Raises:
+        InputError: three axes or more.
+    """
+    if len(stat.axes) > 2:
+        raise InputError(
+            f"{stat.measure.name} has {len(stat.axes)} axes ({', '.join(stat.axes)}), a figure shows at most two; "
+            f"choose with .sel({stat.axes[0]}=...) or average with .mean({stat.axes[-1]!r}) first"
+        )
+    if not stat.values.size:
+        raise InputError(f"{stat.measure.name} holds no element, so there is nothing to draw; its axes have labels {dict(stat.labels)}")
+    entry = series(stat, "", "observed", stat.measure.title)
+    figure = _map(stat, entry) if len(stat.axes) == 2 else _points(stat, entry, theme)
+    figure.update_layout(
+        template=theme.template(),
+        width=760 if len(stat.axes) < 2 else 820,
+        height=480 if len(stat.axes) < 2 else 560,
+        margin={"t": HEAD_MARGIN, "l": 72, "r": 28, "b": 70},
+        title=title_block(theme, stat.measure.title, _subtitle(stat)),
+    )
+    return figure
+
+
+def label_text(label: Any) -> str:
+    """A label for an axis: `3·2` is layer 3 at visit 2, `3: 1→2` its visits 1 and 2."""
+    if isinstance(label, Step):
+        return step_label(label)
+    if isinstance(label, VisitPair):
+        return f"{label.layer}: {label.earlier.visit}→{label.later.visit}"
+    return " → ".join(map(str, label)) if isinstance(label, tuple) else str(label)
+
+
+def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> go.Figure:
+    axis = stat.axes[0] if stat.axes else None
+    names = [label_text(label) for label in stat.labels[axis]] if axis else [""]
+    values, low, high = ([entry[key]] if axis is None else entry[key] for key in ("values", "low", "high"))
+    drawn = {**entry, "axes": {"": [escape(name) for name in names]}, "values": values, "low": low, "high": high}
+    figure = go.Figure(line(drawn, Style(theme.visits[0], "circle", "solid"), legend=False))
+    mode = "lines+markers" if axis in _ORDERED else "markers"
+    figure.update_traces(mode=mode, hovertemplate=f"{figure.data[0].hovertemplate}<extra></extra>")
+    ends = [-0.5, len(names) - 0.5]
+    figure.update_xaxes(type="category", range=ends, tickvals=every(drawn["axes"][""]), title_text=_axis_title(axis) if axis else None)
+    return figure.update_yaxes(title_text=escape(stat.measure.unit))
+
+
+def _map(stat: StatArray, entry: dict[str, Any]) -> go.Figure:
+    rows, columns = ([label_text(label) for label in stat.labels[axis]] for axis in stat.axes)
+    figure = go.Figure(heat(entry, columns, rows, places=f"{escape(stat.axes[0])} %{{y}}, {escape(stat.axes[1])} %{{x}}"))
+    cell_axes(figure, [escape(c) for c in columns], [escape(r) for r in rows], 16)
+    figure.update_xaxes(title_text=_axis_title(stat.axes[1]))
+    figure.update_yaxes(title_text=_axis_title(stat.axes[0]))
+    reach = largest(entry["values"])
+    cosine = stat.measure.unit == "cosine"
+    if cosine or np.nanmin(stat.values, initial=0.0) < 0:
+        return figure.update_layout(coloraxis=diverging(1.0 if cosine and reach <= 1 else reach, stat.measure.unit))
+    return figure.update_layout(coloraxis=sequential(reach, stat.measure.unit))
+
+
+def _axis_title(axis: str) -> str:
+    return escape(_AXIS_TITLES.get(axis, axis.replace("_", " ")))
+
+
+def _subtitle(stat: StatArray) -> str:
+    interval = "bars: 95% document-bootstrap intervals" if stat.replicates is not None else "no interval"
+    counts = f"n = {stat.documents:,} documents, {stat.tokens:,} tokens"
+    return f"{counts}; {interval if len(stat.axes) < 2 else 'intervals on hover'}<br>{escape(stat.aggregation)}"

@@ -1,0 +1,238 @@
+"""What SMELT's Section 6 found, as a list of claims, and whether each one's direction holds for a pair of models. No torch.
+
+A claim is decided by one number whose null is 0: a difference of two measured means, or a ratio minus 1. It holds when
+the whole 95% document-bootstrap interval lies on the claimed side, doesn't when it lies on the other, and is not decided
+when it contains 0. The paper's numbers are for its own models (0.1B to 1.6B, trained on 200B tokens): the direction
+is what is compared, not the size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from visitlens.kernels.errors import RecordingError
+from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.series import INTERVAL
+from visitlens.probe.measure import Measure, StatArray, json_numbers
+from visitlens.probe.opened import RecordedRun
+
+HOLDS, FAILS, OPEN, UNMEASURED = "holds", "does not hold", "not decided", "not measured"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """`ours` and what it is compared with (`against`, a number if it is fixed), and their `difference`, by layer where it can be."""
+
+    ours: StatArray
+    against: StatArray | float
+    difference: StatArray
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`direction` is +1 where the difference is claimed to be positive, -1 where negative; `paper` is what it prints."""
+
+    key: str
+    section: str
+    statement: str
+    paper: str
+    unit: str
+    ours_is: str
+    against_is: str
+    direction: int
+    evidence: Callable[[Pair], Evidence]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim and what was found: scalars, the verdict, and in how many looped layers the direction is the claimed one."""
+
+    claim: Claim
+    verdict: str
+    reason: str
+    ours: StatArray | None = None
+    against: StatArray | float | None = None
+    difference: StatArray | None = None
+    layers: tuple[int, int] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        claim = self.claim
+        texts = {name: getattr(claim, name) for name in ("key", "section", "statement", "paper", "unit", "ours_is", "against_is")}
+        return {
+            **texts,
+            "claimed_direction": "positive" if claim.direction > 0 else "negative",
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "ours": _number(self.ours),
+            "against": _number(self.against),
+            "difference": _number(self.difference),
+            "layers_in_claimed_direction": self.layers,
+        }
+
+
+def findings(pair: Pair) -> list[Finding]:
+    """Every claim, in the paper's order."""
+    return [_find(claim, pair) for claim in CLAIMS]
+
+
+def findings_data(pair: Pair, found: list[Finding]) -> dict[str, Any]:
+    """JSON-ready: the findings, what they are of, and how they were decided."""
+    return {
+        "paper": "arXiv 2609.01343 v3, Section 6",
+        "rule": "A direction holds if the whole interval of the difference lies on the claimed side of 0; is not decided if it contains 0.",
+        "interval": INTERVAL,
+        "models": pair.describe(),
+        "warnings": pair.warnings(),
+        "findings": [finding.to_dict() for finding in found],
+    }
+
+
+def verdict(difference: StatArray, direction: int) -> tuple[str, str]:
+    """The verdict on a scalar difference whose null is 0, and the reason for it in words."""
+    if np.isnan(difference.values):
+        return UNMEASURED, "no token was measured"
+    low, high = (float(bound) * direction for bound in difference.interval())
+    low, high = min(low, high), max(low, high)
+    if np.isnan(low):
+        return OPEN, "there is no interval: it needs two groups of documents"
+    if low > 0:
+        return HOLDS, "the whole interval lies on the claimed side"
+    if high < 0:
+        return FAILS, "the whole interval lies on the other side"
+    return OPEN, "the interval contains no difference"
+
+
+def _find(claim: Claim, pair: Pair) -> Finding:
+    try:
+        evidence = claim.evidence(pair)
+    except RecordingError as error:
+        return Finding(claim, UNMEASURED, str(error))
+    by_layer = evidence.difference
+    difference = by_layer.mean("layer") if by_layer.axes else by_layer
+    layers = None
+    if by_layer.axes:
+        layers = int((by_layer.values * claim.direction > 0).sum()), by_layer.values.size
+    decided, reason = verdict(difference, claim.direction)
+    return Finding(claim, decided, reason, evidence.ours, evidence.against, difference, layers)
+
+
+def _number(value: StatArray | float | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, StatArray):
+        return {"value": value, "low": None, "high": None}
+    low, high = value.interval()
+    return {"value": json_numbers(value.values), "low": json_numbers(low), "high": json_numbers(high)}
+
+
+# Evidence
+
+
+def _looped(pair: Pair) -> RecordedRun:
+    return pair.need_looped("the table of findings")
+
+
+def _minus(later: StatArray, earlier: StatArray | float) -> StatArray:
+    measure = later.measure
+    difference = Measure(f"{measure.name}_difference", f"{measure.title}: difference", measure.axes, measure.unit, measure.definition, measure.paper)
+    return later.combine(earlier, np.subtract, difference)
+
+
+def _against_layers(ours: StatArray, against: StatArray) -> Evidence:
+    return Evidence(ours.mean("layer"), against.mean("layer"), _minus(ours, against))
+
+
+def _overlap_over_uniform(pair: Pair) -> Evidence:
+    run = _looped(pair)
+    overlap, chance = run.expert_overlap(), run.expert_overlap_chance()
+    return Evidence(overlap.mean("layer"), chance, _minus(overlap, chance))
+
+
+def _overlap_over_load(pair: Pair) -> Evidence:
+    return _against_layers(_looped(pair).expert_overlap(), _looped(pair).expert_overlap_chance_by_load())
+
+
+def _norm_ratio(component: str) -> Callable[[Pair], Evidence]:
+    def evidence(pair: Pair) -> Evidence:
+        ratio = _looped(pair).norm_ratio(component)
+        return Evidence(ratio.mean("layer"), 1.0, _minus(ratio, 1.0))
+
+    return evidence
+
+
+def _visits(name: str, axis: str | None = None) -> Callable[[Pair], Evidence]:
+    """A step measure at the last visit against the first."""
+
+    def evidence(pair: Pair) -> Evidence:
+        run = _looped(pair)
+        ends = run.plan.visit_pairs()[0]
+        first, last = (run.at_visit(name, step.visit) for step in (ends.earlier, ends.later))
+        return _against_layers(*(stat.mean(axis) if axis else stat for stat in (last, first)))
+
+    return evidence
+
+
+def _update_cosine(pair: Pair) -> Evidence:
+    same, other = _looped(pair).update_cosine_same_layer(), _looped(pair).update_cosine_other_layers()
+    if not other.values.size:
+        raise RecordingError("one layer is looped, so there are no two different layers to compare")
+    mean, other_mean = same.mean("layer"), other.mean("layers")
+    return Evidence(mean, other_mean, _minus(mean, other_mean))
+
+
+def _stages(stage: str, reference: str) -> Callable[[Pair], Evidence]:
+    def evidence(pair: Pair) -> Evidence:
+        stages = _looped(pair).stage_cosine()
+        return _against_layers(stages.sel(stage=stage), stages.sel(stage=reference))
+
+    return evidence
+
+
+def _attended(name: str) -> Callable[[Pair], Evidence]:
+    def evidence(pair: Pair) -> Evidence:
+        run = _looped(pair)
+        return _against_layers(run.attended(name).mean("head"), run.attended_control(name).mean("head"))
+
+    return evidence
+
+
+def _baseline_sink(pair: Pair) -> Evidence:
+    profile, missing = pair.from_baseline(lambda run: run.sink_mass().mean("head"))
+    if profile is None:
+        raise RecordingError(missing)
+    steps = profile.labels["step"]
+    half = len(steps) // 2
+    if not half:
+        raise RecordingError("the Baseline has one layer, so nothing can grow with depth")
+    early = profile.sel(step=list(steps[:half])).mean("step")
+    late = profile.sel(step=list(steps[-half:])).mean("step")
+    return Evidence(late, early, _minus(late, early))
+
+
+_RATIO = "1.2 to 3.5, above 1 in 16 of 16 models"
+_LATER, _FIRST = "last visit", "first visit"
+CLAIMS = (
+    Claim("expert-overlap", "6.1", "Two visits share more experts than uniform chance", "nearly all 8 of 8 at S = 0% (chance 4), 2 to 3 of 8 at S ≈ 97% (chance 0.13)", "share of k", "overlap", "k/E", 1, _overlap_over_uniform),
+    Claim("expert-overlap-load", "6.1, null ours", "Two visits share more experts than their loads alone would give", "not reported", "share of k", "overlap", "load-aware chance", 1, _overlap_over_load),
+    Claim("norm-ratio-update", "6.2", "The update is larger at the later visit", _RATIO, "ratio", "ratio of norms", "1", 1, _norm_ratio("update")),
+    Claim("norm-ratio-attn", "6.2", "The attention write is larger at the later visit", _RATIO, "ratio", "ratio of norms", "1", 1, _norm_ratio("attn_write")),
+    Claim("norm-ratio-moe", "6.2", "The MoE write is larger at the later visit", _RATIO, "ratio", "ratio of norms", "1", 1, _norm_ratio("moe_write")),
+    Claim("norm-ratio-norm-output", "6.2", "The RMSNorm output is larger at the later visit", _RATIO, "ratio", "ratio of norms", "1", 1, _norm_ratio("norm_output")),
+    Claim("relative-update", "6.2", "The update relative to the residual stream is larger at the later visit", "larger, except in a few early layers at 100M", "ratio", _LATER, _FIRST, 1, _visits("relative_update")),
+    Claim("update-cosine", "6.2", "A layer's two updates are more alike than those of two different layers", "0.56 (0.42 to 0.65) against 0.16, at 1.6B", "cosine", "same layer", "different layers", 1, _update_cosine),
+    Claim("stage-q", "6.3", "Queries are more alike than the normalised input", "Q and K 0.89 to 0.93, X 0.84 to 0.93", "cosine", "Q", "X", 1, _stages("Q", "X")),
+    Claim("stage-k", "6.3", "Keys are more alike than the normalised input", "Q and K 0.89 to 0.93, X 0.84 to 0.93", "cosine", "K", "X", 1, _stages("K", "X")),
+    Claim("stage-v", "6.3", "Values are less alike than the normalised input", "V 0.65 to 0.74, X 0.84 to 0.93", "cosine", "V", "X", -1, _stages("V", "X")),
+    Claim("stage-pv", "6.3", "Attended context is less alike than values", "PV 0.56 to 0.69, V 0.65 to 0.74", "cosine", "PV", "V", -1, _stages("PV", "V")),
+    Claim("stage-o", "6.3", "The attention output is less alike than the attended context", "O 0.49 to 0.64, PV 0.56 to 0.69", "cosine", "O", "PV", -1, _stages("O", "PV")),
+    Claim("top1-match", "6.3", "A head's most-attended token is the same at two visits more often than for two heads", "drawn, not printed", "share", "same head", "other head", 1, _attended("top1_match")),
+    Claim("top8-overlap", "6.3", "A head's top-8 tokens overlap between visits more than between heads", "56 to 66% against 28 to 34%, at S = 85%", "share", "same head", "other head", 1, _attended("top8_overlap")),
+    Claim("mass-overlap", "6.3", "A head's attention overlaps between visits more than between heads", "drawn, not printed", "share", "same head", "other head", 1, _attended("mass_overlap")),
+    Claim("sink-visits", "6.4, D", "Attention on the segment start is lower at the later visit", "lower throughout the repeated block, at all four scales", "share of mass", _LATER, _FIRST, -1, _visits("sink_mass", "head")),
+    Claim("sink-baseline", "6.4, D", "The Baseline's attention on the segment start grows with depth", "rises toward later layers", "share of mass", "later half of its layers", "earlier half", 1, _baseline_sink),
+)  # fmt: skip
