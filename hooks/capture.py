@@ -57,23 +57,29 @@ def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
         PlanError: the model leaves its plan.
         InputError: an unknown site.
     """
-    captured = Captured(model.plan, check_sites(sites))
-    clock = VisitClock(model.plan)
+    plan = model.plan
+    captured = Captured(plan, check_sites(sites))
+    clock = VisitClock(plan)
+
+    def begin(_: Tensor, hook: Any) -> None:
+        nonlocal clock
+        clock = VisitClock(plan)  # the last forward may have ended in an error
+        captured.clear()  # its values, before this one's take their place in memory
 
     def enter(_: Tensor, hook: Any, layer: int) -> None:
-        if clock.enter(layer).index == 0:
-            captured.clear()  # the last forward's values, before this one's take their place in memory
+        clock.enter(layer)
 
     def store(value: Tensor, hook: Any, site: str, step: int) -> None:
         captured.store(site, step, value)
 
-    hooks = []
-    for step in model.plan.steps:
+    hooks: list[tuple[str, Any]] = [("hook_embed", begin)]
+    for step in plan.steps:
         prefix = f"blocks.{step.layer}.visit.{step.visit}"
         hooks.append((f"{prefix}.hook_resid_pre", partial(enter, layer=step.layer)))
         hooks += [(f"{prefix}.{SITES[s].hook}", partial(store, site=s, step=step.index)) for s in captured.sites]
     with model.hooks(fwd_hooks=hooks):
-        handle = model.register_forward_hook(lambda *_: clock.finish())
+        # Not a hook on the model: TransformerLens' run_with_hooks calls `forward` and passes those by.
+        handle = model.ln_final.register_forward_hook(lambda *_: clock.finish())
         try:
             yield captured
         finally:
@@ -119,7 +125,7 @@ class StepValues:
             rows.update(zip(visits, overlaps.rows, strict=True))
         for step in self.plan.steps:
             if step.index not in rows:
-                q, k = self.site("Q", step.index), self.site("K", step.index)
+                q, k = self._queries_and_keys(step.index)
                 rows[step.index] = row_statistics(q, k, self.segments, implementation=self._implementation)
         return [rows[i] for i in range(len(self.plan))]
 
@@ -128,9 +134,16 @@ class StepValues:
         """Looped layer -> overlaps of its visits."""
         return {
             layer: visit_overlaps(
-                [(self.site("Q", s.index), self.site("K", s.index)) for s in self.plan.steps if s.layer == layer],
+                [self._queries_and_keys(s.index) for s in self.plan.steps if s.layer == layer],
                 self.segments,
                 implementation=self._implementation,
             )
             for layer in self.plan.looped_layers
         }
+
+    def _queries_and_keys(self, step: int) -> tuple[Tensor, Tensor]:
+        """With NaN for infinities: a score of -inf would leave its row a number, as if the key weren't there."""
+        q, k = self.site("Q", step), self.site("K", step)
+        if bool(q.isfinite().all()) and bool(k.isfinite().all()):
+            return q, k
+        return q.masked_fill(q.isinf(), float("nan")), k.masked_fill(k.isinf(), float("nan"))

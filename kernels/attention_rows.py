@@ -173,8 +173,9 @@ def torch_visit_overlaps(
         keys[v, :, :, :tokens] = k.permute(1, 2, 0)
     pairs = list(combinations(range(num_visits), 2)) if overlaps else []
     rows = queries.new_empty(num_visits, 4, heads, tokens + 1)
-    across = queries.new_empty(len(pairs), 3, heads, tokens + 1)
-    control = queries.new_empty(num_visits, 3, heads, tokens + 1)
+    controls = num_visits if overlaps and heads > 1 else 0
+    compared = queries.new_empty(3, len(pairs) + controls, heads, tokens + 1)
+    control = compared[:, len(pairs) :]
 
     half = heads // 2
     panels = list(_panels(segments, num_visits * heads, q.device))
@@ -204,13 +205,17 @@ def torch_visit_overlaps(
     )
 
 
-def overlap_statistics(values: Tensor, positions: Tensor) -> OverlapStatistics:
-    """From top-1 match, top-8 shared and mass overlap, [3, head, token]."""
-    match, shared, mass = values.transpose(1, 2)
+def overlap_statistics(compared: Tensor, positions: Tensor) -> list[OverlapStatistics]:
+    """One for each comparison, from top-1 match, top-8 shared and mass overlap, [3, comparison, head, token].
+
+    Fills in what the tiles leave open: rows that see up to 8 keys share all of them, rows with a NaN none.
+    """
+    match, shared, mass = compared.transpose(2, 3).contiguous()
     undefined = mass.isnan()
     visible = (positions + 1).unsqueeze(1)
-    shared = torch.where(visible <= _TOP, visible, shared.nan_to_num().long()).masked_fill(undefined, 0)
-    return OverlapStatistics((match == 1) & ~undefined, shared.contiguous(), mass.contiguous())
+    shared = shared.masked_fill(undefined, 0).long().where(visible > _TOP, visible).masked_fill_(undefined, 0)
+    match = (match == 1).logical_and_(~undefined)
+    return [OverlapStatistics(*x) for x in zip(match, shared, mass, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class StatisticsCollector:
                 additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
                 if name in statistic.stored:
                     stored[name] = _with_nan(token_values)
-            for name, (total, count) in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
-                nothing = torch.zeros(total.shape[1:], dtype=torch.int64)
-                additions.append((name, total, count, nothing, nothing))
+            for name, sums in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
+                left_out = torch.zeros_like(sums.non_finite)
+                additions.append((name, sums.total, sums.count, left_out, sums.non_finite))
         for name, *arrays in additions:
             self._totals[name].add(GroupTotals(self.measures[name].to_attributes(), *(a.numpy() for a in arrays)))
         return stored
@@ -107,4 +107,4 @@ def _sum_by_group(token_values: TokenValues, groups: Tensor, num_groups: int) ->
 def _with_nan(token_values: TokenValues) -> Tensor:
     if token_values.valid is None:
         return token_values.values
-    return token_values.values.masked_fill(~token_values.valid, float("nan"))
+    return token_values.values.cpu().masked_fill(~token_values.valid, float("nan"))

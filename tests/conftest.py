@@ -14,7 +14,8 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.ladder.documents import PackedTokens, pack
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.probe.ladder.documents import pack
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry

@@ -79,12 +79,14 @@ class LoopedMoEConfig:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> LoopedMoEConfig:
+    def from_dict(cls, data: Any) -> LoopedMoEConfig:
         """From `config.json`.
 
         Raises:
-            CheckpointError: another architecture, an unknown field or a missing one.
+            CheckpointError: another architecture, an unknown field or a missing one, values that make no model.
         """
+        if not isinstance(data, dict):
+            raise CheckpointError(f"config.json: expected a JSON object, got {type(data).__name__}")
         data = dict(data)
         architecture = data.pop("architecture", None)
         if architecture != ARCHITECTURE:
@@ -95,7 +97,11 @@ class LoopedMoEConfig:
         missing = sorted(required - set(data))
         if unknown or missing:
             raise CheckpointError(f"config.json: unknown fields {unknown}, missing fields {missing}")
+        for name, value in data.items():
+            wanted, got = fields[name].type, type(value).__name__  # "int", "float" or "bool": annotations are strings
+            if got != wanted and (wanted, got) != ("float", "int"):
+                raise CheckpointError(f"config.json: {name} must be of type {wanted}, got {value!r}")
         try:
             return cls(**data)
-        except TypeError as error:
-            raise CheckpointError(f"config.json: a field has the wrong type ({error})") from error
+        except InputError as error:
+            raise CheckpointError(f"config.json: {str(error).removeprefix('config: ')}") from error

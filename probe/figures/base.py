@@ -69,7 +69,9 @@ def registered() -> tuple[Figure, ...]:
     """Every figure of this folder, in the paper's order."""
     for module in pkgutil.iter_modules(_folder.__path__):
         import_module(f"{_folder.__name__}.{module.name}")
-    return tuple(sorted((cls() for cls in Figure.__subclasses__()), key=lambda figure: int(re.sub(r"\D", "", figure.html))))
+    return tuple(
+        sorted((cls() for cls in Figure.__subclasses__()), key=lambda figure: int(re.sub(r"\D", "", figure.html)))
+    )
 
 
 def find(name: str) -> Figure:

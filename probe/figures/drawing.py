@@ -19,7 +19,13 @@ _PANEL_NAMES = 24
 
 
 def frame(
-    data: Mapping[str, Any], theme: Theme, *, width: int, height: int, panels: Mapping[str, Any] | None = None, lines: bool = True
+    data: Mapping[str, Any],
+    theme: Theme,
+    *,
+    width: int,
+    height: int,
+    panels: Mapping[str, Any] | None = None,
+    lines: bool = True,
 ) -> go.Figure:
     """An empty figure with title and subtitle; with `lines`, room for a legend below. `panels` are `make_subplots` arguments."""
     figure = make_subplots(**(panels or {}))
@@ -57,7 +63,9 @@ def subtitle(data: Mapping[str, Any], lines: bool) -> str:
     names = " and ".join(escape(_shorten(model["name"])) for model in models)
     sizes = {f"{model['documents']:,} documents, {model['tokens']:,} tokens" for model in models}
     counts = " and ".join(sorted(sizes))
-    hashes = "; ".join(f"recording {short(model['recording'])}, weights {short(model['weights_sha256'])}" for model in models)
+    hashes = "; ".join(
+        f"recording {short(model['recording'])}, weights {short(model['weights_sha256'])}" for model in models
+    )
     intervals = "; bars: 95% document-bootstrap intervals" if lines else ""
     missing = f"; Baseline not drawn: {escape(data['missing'])}" if data.get("missing") else ""
     return f"{names}: n = {counts}{intervals}<br>{hashes}{missing}"
@@ -68,7 +76,9 @@ def short(hash_: str | None) -> str:
     return escape(hash_[:8]) if hash_ else "unknown"
 
 
-def line(entry: Mapping[str, Any], style: Style, *, name: str = "", legend: bool = True, width: float = 2.0) -> go.Scatter:
+def line(
+    entry: Mapping[str, Any], style: Style, *, name: str = "", legend: bool = True, width: float = 2.0
+) -> go.Scatter:
     """A one-axis series against its labels, with interval bars."""
     (labels,) = entry["axes"].values()
     values = entry["values"]
@@ -80,8 +90,15 @@ def line(entry: Mapping[str, Any], style: Style, *, name: str = "", legend: bool
         name=escape(name or entry["label"]),
         mode="lines+markers",
         line={"color": style.colour, "dash": style.dash, "width": width},
-        marker={"symbol": style.symbol, "size": 9, "color": style.colour, "line": {"width": 2 if "open" in style.symbol else 0}},
-        error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 3, "thickness": 1.4} if known else None,
+        marker={
+            "symbol": style.symbol,
+            "size": 9,
+            "color": style.colour,
+            "line": {"width": 2 if "open" in style.symbol else 0},
+        },
+        error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "width": 3, "thickness": 1.4}
+        if known
+        else None,
         customdata=list(zip(entry["low"], entry["high"], strict=True)),
         hovertemplate=hover("%{x}", "%{y:.4f}", known),
         showlegend=legend,
@@ -104,7 +121,12 @@ def hover(place: str, value: str, interval: bool) -> str:
 
 
 def heat(
-    entry: Mapping[str, Any], x: Sequence[Any], y: Sequence[Any], *, coloraxis: str = "coloraxis", places: str = "%{y}, %{x}"
+    entry: Mapping[str, Any],
+    x: Sequence[Any],
+    y: Sequence[Any],
+    *,
+    coloraxis: str = "coloraxis",
+    places: str = "%{y}, %{x}",
 ) -> go.Heatmap:
     """A two-axis series; rows downwards are set by the y axis. Cell values are written where there are few cells."""
     bounds = [list(zip(low, high, strict=True)) for low, high in zip(entry["low"], entry["high"], strict=True)]
@@ -160,7 +182,12 @@ def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: 
 
 
 def _colour_bar(title: str) -> dict[str, Any]:
-    return {"title": {"text": escape(title), "side": "right", "font": {"size": 13}}, "thickness": 14, "outlinewidth": 0, "ypad": 0}
+    return {
+        "title": {"text": escape(title), "side": "right", "font": {"size": 13}},
+        "thickness": 14,
+        "outlinewidth": 0,
+        "ypad": 0,
+    }
 
 
 def _shorten(name: str) -> str:

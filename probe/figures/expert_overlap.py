@@ -23,7 +23,9 @@ class ExpertOverlap(Figure):
     slug = "expert-overlap"
     html, pdf = "21", "12"
     title = "Experts shared between two visits"
-    question = "Does a token use the same experts when it comes through a layer again, more often than chance would have it?"
+    question = (
+        "Does a token use the same experts when it comes through a layer again, more often than chance would have it?"
+    )
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         config = looped.recording.config
@@ -37,8 +39,12 @@ class ExpertOverlap(Figure):
             "observed": series(histogram, "looped", "observed", "observed"),
             "observed_mean": series(count, "looped", "summary", "observed mean"),
             "uniform_chance": reference(uniform_chance(experts, k), "uniform chance", _UNIFORM),
-            "load_aware_chance": series(by_load.combine(k, np.multiply, _BY_LOAD), "looped", "control", "load-aware chance"),
-            "uniform_distribution": reference(distribution, "uniform chance, whole distribution", _DISTRIBUTION, {"shared": shared}),
+            "load_aware_chance": series(
+                by_load.combine(k, np.multiply, _BY_LOAD), "looped", "control", "load-aware chance"
+            ),
+            "uniform_distribution": reference(
+                distribution, "uniform chance, whole distribution", _DISTRIBUTION, {"shared": shared}
+            ),
         }
         return {
             "series": drawn,
@@ -46,8 +52,8 @@ class ExpertOverlap(Figure):
             "experts_per_token": k,
             "visits": first_and_last(looped),
             "notes": [
-                f"Observed mean {with_interval(drawn['observed_mean'], 2)} of {k} experts; uniform chance {k * k / experts:.3f} "
-                f"(k²/E, E = {experts}); load-aware chance {with_interval(drawn['load_aware_chance'], 2)}."
+                f"Observed mean {with_interval(drawn['observed_mean'])} of {k} experts; uniform chance {k * k / experts:.3f} "
+                f"(k²/E, E = {experts}); load-aware chance {with_interval(drawn['load_aware_chance'])}."
             ],
         }
 
@@ -61,7 +67,14 @@ class ExpertOverlap(Figure):
             y=observed["values"],
             name="observed",
             marker={"color": theme.same_head, "opacity": 0.6},
-            error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": theme.ink, "thickness": 1.4},
+            error_y={
+                "type": "data",
+                "symmetric": False,
+                "array": up,
+                "arrayminus": down,
+                "color": theme.ink,
+                "thickness": 1.4,
+            },
             customdata=list(zip(observed["low"], observed["high"], strict=True)),
             hovertemplate=hover("%{x} shared", "%{y:.4f}", up[0] is not None),
         )
@@ -87,7 +100,9 @@ class ExpertOverlap(Figure):
                 hovertemplate="%{x:.3f} shared",
             )
         a, b = data["visits"]
-        figure.update_xaxes(title_text=f"experts shared between visits {a} and {b} (of {k})", dtick=1, range=[-0.6, k + 0.6])
+        figure.update_xaxes(
+            title_text=f"experts shared between visits {a} and {b} (of {k})", dtick=1, range=[-0.6, k + 0.6]
+        )
         figure.update_yaxes(title_text="share of tokens, mean over looped layers", range=[0, top], tickformat=".0%")
         return figure
 
@@ -107,7 +122,12 @@ def _count(name: str, title: str, definition: str, paper: str) -> Measure:
     return Measure(name, title, (), "experts", definition, paper)
 
 
-_UNIFORM = _count("uniform_chance", "Shared experts by uniform chance", "k * k / E: two independent uniform sets of k among E experts.", "6.1, html Figure 21")
+_UNIFORM = _count(
+    "uniform_chance",
+    "Shared experts by uniform chance",
+    "k * k / E: two independent uniform sets of k among E experts.",
+    "6.1, html Figure 21",
+)
 _BY_LOAD = _count(
     "load_aware_chance",
     "Shared experts expected from expert loads",

@@ -57,7 +57,7 @@ def write_figures(
     Args:
         slugs: figures to write, as `find` takes them; None writes all that the recordings allow.
         formats: among html, png, svg, pdf, json, csv. Without a Chromium the pictures are left out, with one warning.
-        theme: light, dark or paper.
+        theme: light, dark, paper or paper-dark.
         on_progress: called with the number of files done and the number wanted.
 
     Raises:
@@ -84,7 +84,12 @@ def prepare(pair: Pair, slugs: Iterable[str] | None, on_warning: Warn) -> list[D
 
 
 def write_drawings(
-    drawings: Sequence[Drawing], folder: str | Path, formats: Sequence[str], theme: Theme, on_progress: Progress, on_warning: Warn
+    drawings: Sequence[Drawing],
+    folder: str | Path,
+    formats: Sequence[str],
+    theme: Theme,
+    on_progress: Progress,
+    on_warning: Warn,
 ) -> list[Path]:
     """As `write_figures`, from prepared data."""
     folder = Path(folder)
@@ -101,9 +106,16 @@ def write_drawings(
         for format_ in formats:
             if format_ not in IMAGE_FORMATS:
                 put(f"{drawing.figure.slug}.{format_}", _text(drawing.data, plot, format_, theme))
-    jobs = [(plot, drawing.figure.slug, format_) for drawing, plot in zip(drawings, plots, strict=True) for format_ in formats if format_ in IMAGE_FORMATS]
+    jobs = [
+        (plot, drawing.figure.slug, format_)
+        for drawing, plot in zip(drawings, plots, strict=True)
+        for format_ in formats
+        if format_ in IMAGE_FORMATS
+    ]
     try:
-        for (_, slug, format_), picture in zip(jobs, render([(plot, format_) for plot, _, format_ in jobs]), strict=True):
+        for (_, slug, format_), picture in zip(
+            jobs, render([(plot, format_) for plot, _, format_ in jobs]), strict=True
+        ):
             put(f"{slug}.{format_}", picture)
     except UnavailableError as error:
         on_warning(f"pictures are left out: {error}")
@@ -135,7 +147,7 @@ def write_file(path: Path, content: str | bytes) -> Path:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
             Path(name).chmod(0o644)
-            os.replace(name, path)
+            Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
@@ -150,7 +162,7 @@ def json_text(value: Any) -> str:
 
 def _text(data: Mapping[str, Any], plot: go.Figure, format_: str, theme: Theme) -> str:
     if format_ == "html":
-        return page.single(data, plot, "dark" if theme.name == "dark" else "light")
+        return page.single(data, plot, theme.scheme)
     return json_text(data) if format_ == "json" else _csv(csv_rows(data))
 
 

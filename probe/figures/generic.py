@@ -53,7 +53,9 @@ def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> go.Figure:
             f"choose with .sel({stat.axes[0]}=...) or average with .mean({stat.axes[-1]!r}) first"
         )
     if not stat.values.size:
-        raise InputError(f"{stat.measure.name} holds no element, so there is nothing to draw; its axes have labels {dict(stat.labels)}")
+        raise InputError(
+            f"{stat.measure.name} holds no element, so there is nothing to draw; its axes have labels {dict(stat.labels)}"
+        )
     entry = series(stat, "", "observed", stat.measure.title)
     figure = _map(stat, entry) if len(stat.axes) == 2 else _points(stat, entry, theme)
     figure.update_layout(
@@ -84,13 +86,17 @@ def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> go.Figure:
     mode = "lines+markers" if axis in _ORDERED else "markers"
     figure.update_traces(mode=mode, hovertemplate=f"{figure.data[0].hovertemplate}<extra></extra>")
     ends = [-0.5, len(names) - 0.5]
-    figure.update_xaxes(type="category", range=ends, tickvals=every(drawn["axes"][""]), title_text=_axis_title(axis) if axis else None)
+    figure.update_xaxes(
+        type="category", range=ends, tickvals=every(drawn["axes"][""]), title_text=_axis_title(axis) if axis else None
+    )
     return figure.update_yaxes(title_text=escape(stat.measure.unit))
 
 
 def _map(stat: StatArray, entry: dict[str, Any]) -> go.Figure:
     rows, columns = ([label_text(label) for label in stat.labels[axis]] for axis in stat.axes)
-    figure = go.Figure(heat(entry, columns, rows, places=f"{escape(stat.axes[0])} %{{y}}, {escape(stat.axes[1])} %{{x}}"))
+    figure = go.Figure(
+        heat(entry, columns, rows, places=f"{escape(stat.axes[0])} %{{y}}, {escape(stat.axes[1])} %{{x}}")
+    )
     cell_axes(figure, [escape(c) for c in columns], [escape(r) for r in rows], 16)
     figure.update_xaxes(title_text=_axis_title(stat.axes[1]))
     figure.update_yaxes(title_text=_axis_title(stat.axes[0]))

@@ -81,6 +81,12 @@ def _unavailable(error: Exception) -> UnavailableError:
         return UnavailableError("PNG, SVG and PDF need Kaleido: pip install 'visitlens[images]'")
     browser = find_browser()
     if browser is None or not shutil.which(browser):
-        wanted = f"BROWSER_PATH is {browser!r}, which can't be run" if browser else f"none of {', '.join(_BROWSERS)} is installed"
-        return UnavailableError(f"PNG, SVG and PDF need a Chromium: {wanted}; install one or set BROWSER_PATH to its path")
+        wanted = (
+            f"BROWSER_PATH is {browser!r}, which can't be run"
+            if browser
+            else f"none of {', '.join(_BROWSERS)} is installed"
+        )
+        return UnavailableError(
+            f"PNG, SVG and PDF need a Chromium: {wanted}; install one or set BROWSER_PATH to its path"
+        )
     return UnavailableError(f"the Chromium at {browser} couldn't draw the pictures: {error or type(error).__name__}")

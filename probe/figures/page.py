@@ -16,7 +16,13 @@ from visitlens.probe.figures.pair import span
 
 PLOTLY_JS = "plotly.min.js"
 # Plotly.js 4 offers by default to upload the chart ("Share chart...").
-CONFIG = {"showSendToCloud": False, "plotlyServerURL": "", "displaylogo": False, "responsive": True}
+CONFIG = {
+    "showSendToCloud": False,
+    "plotlyServerURL": "",
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d"],
+}
 _POLICY = (
     "default-src 'none'; script-src 'self' file: 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src 'self' file: data: blob:; font-src data:; base-uri 'none'; form-action 'none'"
@@ -60,7 +66,9 @@ def chart(data: Mapping[str, Any], figures: Mapping[str, go.Figure], fallback: s
     slug, label = data["slug"], f"{data['title']}. {' '.join(data['notes'])}"
     heights = {figure.layout.height - HEAD_MARGIN + _TOP for figure in figures.values()}
     sources = "\n".join(_json_script(f"{slug}-{scheme}", _untitled(figure)) for scheme, figure in figures.items())
-    image = f'<noscript><img src="{escape(fallback)}" alt="{escape(label)}" width="100%"></noscript>' if fallback else ""
+    image = (
+        f'<noscript><img src="{escape(fallback)}" alt="{escape(label)}" width="100%"></noscript>' if fallback else ""
+    )
     return (
         f'<div class="frame"><div class="chart" id="{slug}" role="img" aria-label="{escape(label)}" '
         f'style="height:{max(heights)}px"></div></div>\n{image}\n{sources}'
@@ -72,7 +80,9 @@ def caption(data: Mapping[str, Any], files: Sequence[str] = ()) -> str:
     entries = list(data["series"].values())
     models = [(side, data["models"][side]) for side in data["sides"] if data["models"][side]]
     notes = "".join(f"<p>{escape(note)}</p>" for note in data["notes"])
-    counts = "; ".join(f"{escape(model['name'])}: {model['documents']:,} documents, {model['tokens']:,} tokens" for _, model in models)
+    counts = "; ".join(
+        f"{escape(model['name'])}: {model['documents']:,} documents, {model['tokens']:,} tokens" for _, model in models
+    )
     aggregations = "; ".join(dict.fromkeys(e["aggregation"] for e in entries if e["role"] != "chance"))
     measures = {e["measure"]["name"]: e["measure"] for e in entries}
     definitions = "".join(
@@ -113,7 +123,9 @@ def _untitled(figure: go.Figure) -> str:
     """The chart's JSON without its title, as wide as the page."""
     bare = go.Figure(figure)
     less = HEAD_MARGIN - _TOP
-    bare.update_layout(title=None, width=None, height=figure.layout.height - less, margin_t=figure.layout.margin.t - less)
+    bare.update_layout(
+        title=None, width=None, height=figure.layout.height - less, margin_t=figure.layout.margin.t - less
+    )
     return str(bare.to_json())
 
 

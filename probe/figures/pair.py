@@ -43,7 +43,9 @@ class Pair:
             InputError: there is none.
         """
         if self.looped is None:
-            raise InputError(f"{what} compares visits and needs a looped model's recording; only an unlooped Baseline's was given")
+            raise InputError(
+                f"{what} compares visits and needs a looped model's recording; only an unlooped Baseline's was given"
+            )
         return self.looped
 
     def from_baseline(self, read: Callable[[RecordedRun], StatArray]) -> tuple[StatArray | None, str]:
@@ -90,6 +92,7 @@ def describe(run: RecordedRun) -> dict[str, Any]:
         "tokens_planned": recording.run["tokens"],
         "complete": recording.complete,
         "level": recording.level,
+        **{name: recording.provenance.get(name) for name in ("checkpoint", "text", "created")},
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import plotly.graph_objects as go
@@ -12,9 +13,14 @@ from visitlens.probe.figures.drawing import HEAD_MARGIN, LAYER_AXIS, every, fram
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import Theme
+from visitlens.probe.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
-_ROWS = {"resid_rms": "residual stream<br>‖x‖/√H", "update_rms": "update<br>‖d‖/√H", "relative_update": "relative update<br>‖d‖/‖x‖"}
+_ROWS = {
+    "resid_rms": "residual stream<br>‖x‖/√H",
+    "update_rms": "update<br>‖d‖/√H",
+    "relative_update": "relative update<br>‖d‖/‖x‖",
+}
 
 
 class ResidualFlow(Figure):
@@ -31,10 +37,13 @@ class ResidualFlow(Figure):
             for visit in range(1, max(looped.plan.visits.values()) + 1):
                 stat = looped.at_visit(name, visit)
                 drawn[f"{name}.visit_{visit}"] = series(stat, "looped", "observed", f"visit {visit}")
-            baseline, missing = pair.from_baseline(lambda run, name=name: run.stat(name).sel(step=lambda step: step.layer in layers))
+            baseline, missing = pair.from_baseline(partial(_same_layers, name=name, layers=layers))
             if baseline is not None:
                 entry = series(baseline, "baseline", "control", "Baseline, same layer")
-                drawn[f"{name}.baseline"] = {**entry, "axes": {"layer": [step.layer for step in baseline.labels["step"]]}}
+                drawn[f"{name}.baseline"] = {
+                    **entry,
+                    "axes": {"layer": [step.layer for step in baseline.labels["step"]]},
+                }
         return {
             "series": drawn,
             "layers": layers,
@@ -57,3 +66,8 @@ class ResidualFlow(Figure):
         figure.update_xaxes(tickvals=every(layers), range=[layers[0] - 0.4, layers[-1] + 0.4])
         figure.update_xaxes(title_text=f"looped layer: {LAYER_AXIS}", row=len(_ROWS), col=1)
         return figure
+
+
+def _same_layers(run: RecordedRun, name: str, layers: list[int]) -> StatArray:
+    """An unlooped model's step measure at these layers."""
+    return run.stat(name).sel(step=lambda step: step.layer in layers)

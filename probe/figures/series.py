@@ -62,14 +62,20 @@ def plan_of(model: Mapping[str, Any]) -> ExecutionPlan:
     return ExecutionPlan.from_layers(model["layers"])
 
 
-def with_interval(entry: Mapping[str, Any], places: int = 3) -> str:
+def with_interval(entry: Mapping[str, Any]) -> str:
     """A scalar series as text: `0.560 [0.551, 0.568]`."""
     if entry["values"] is None:
         return "not measured"
-    text = f"{entry['values']:.{places}f}"
-    if entry["low"] is None:
-        return text
-    return f"{text} [{entry['low']:.{places}f}, {entry['high']:.{places}f}]"
+    text = digits(entry["values"])
+    return text if entry["low"] is None else f"{text} [{digits(entry['low'])}, {digits(entry['high'])}]"
+
+
+def digits(value: Any) -> str:
+    """Three decimals, or two digits of what these would show as 0; with a minus sign, not a hyphen."""
+    number = float(value)
+    return (
+        f"{number:.3f}".replace("-", "−") if not number or abs(number) >= 0.0005 else f"{number:.1e}".replace("-", "−")
+    )
 
 
 def csv_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -79,7 +85,9 @@ def csv_rows(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [row for name, entry in data["series"].items() for row in _rows(data, name, entry, columns)]
 
 
-def _rows(data: Mapping[str, Any], name: str, entry: Mapping[str, Any], columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _rows(
+    data: Mapping[str, Any], name: str, entry: Mapping[str, Any], columns: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     model = data["models"][entry["model"]]
     steps = plan_of(model).steps
     arrays = {key: np.asarray(entry[key], dtype=object) for key in ("values", "low", "high")}

@@ -25,8 +25,13 @@ class SinkHeads(Figure):
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         visits = range(1, max(looped.plan.visits.values()) + 1)
-        drawn = {f"visit_{v}": series(looped.at_visit("sink_mass", v), "looped", "observed", f"visit {v}") for v in visits}
-        return {"series": drawn, "notes": ["All visits share one colour scale. Queries that are the segment start themselves are left out."]}
+        drawn = {
+            f"visit_{v}": series(looped.at_visit("sink_mass", v), "looped", "observed", f"visit {v}") for v in visits
+        }
+        return {
+            "series": drawn,
+            "notes": ["All visits share one colour scale. Queries that are the segment start themselves are left out."],
+        }
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
         drawn = list(data["series"].values())
@@ -42,7 +47,9 @@ class SinkHeads(Figure):
             "subplot_titles": [entry["label"] for entry in drawn],
         }
         most_layers = max(len(entry["axes"]["layer"]) for entry in drawn)
-        figure = frame(data, theme, width=1000, height=190 + rows * max(210, 22 * most_layers), panels=panels, lines=False)
+        figure = frame(
+            data, theme, width=1000, height=190 + rows * max(210, 22 * most_layers), panels=panels, lines=False
+        )
         for at, entry in enumerate(drawn):
             layers, heads = (list(map(str, entry["axes"][axis])) for axis in ("layer", "head"))
             where = {"row": at // cols + 1, "col": at % cols + 1}
@@ -52,4 +59,6 @@ class SinkHeads(Figure):
                 figure.update_yaxes(ticks="", **where)
         figure.update_xaxes(title_text="head", row=rows)
         figure.update_yaxes(title_text=LAYER_AXIS, col=1)
-        return figure.update_layout(coloraxis=sequential(largest(*(entry["values"] for entry in drawn)), "share of mass"))
+        return figure.update_layout(
+            coloraxis=sequential(largest(*(entry["values"] for entry in drawn)), "share of mass")
+        )

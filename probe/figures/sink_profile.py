@@ -35,7 +35,11 @@ class SinkProfile(Figure):
         baseline, missing = pair.from_baseline(lambda run: run.sink_mass().mean("head"))
         if baseline is not None:
             drawn["baseline"] = series(baseline, "baseline", "control", "Baseline")
-        return {"series": drawn, "missing": missing, "notes": [f"The Baseline's curve is missing: {missing}."] if missing else []}
+        return {
+            "series": drawn,
+            "missing": missing,
+            "notes": [f"The Baseline's curve is missing: {missing}."] if missing else [],
+        }
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
         drawn = dict(data["series"])
@@ -49,10 +53,21 @@ class SinkProfile(Figure):
         for step in steps:
             if f"visit_{step.visit}" in drawn and step.index in drawn[f"visit_{step.visit}"]["axes"]["step"]:
                 colour = theme.profile_visit(step.visit).colour
-                place = {"x0": step.index - 0.5, "x1": step.index + 0.5, "xref": "x2", "y0": 0, "y1": 1, "yref": "paper"}
+                place = {
+                    "x0": step.index - 0.5,
+                    "x1": step.index + 0.5,
+                    "xref": "x2",
+                    "y0": 0,
+                    "y1": 1,
+                    "yref": "paper",
+                }
                 figure.add_shape(type="rect", **place, fillcolor=colour, opacity=0.07, line_width=0, layer="below")
         for name, entry in drawn.items():
-            style = Style(theme.ink, "triangle-down-open", "solid") if name == "once" else theme.profile_visit(int(name.removeprefix("visit_")))
+            style = (
+                Style(theme.ink, "triangle-down-open", "solid")
+                if name == "once"
+                else theme.profile_visit(int(name.removeprefix("visit_")))
+            )
             trace = line(entry, style)
             trace.update(xaxis="x2", mode="markers", hovertemplate=f"step {trace.hovertemplate}")
             figure.add_trace(trace)
@@ -67,7 +82,10 @@ class SinkProfile(Figure):
                 "range": [-0.5, len(steps) - 0.5],
                 "showgrid": False,
             },
-            yaxis={"title": {"text": "attention on the segment start,<br>mean over heads (share of mass)"}, "rangemode": "tozero"},
+            yaxis={
+                "title": {"text": "attention on the segment start,<br>mean over heads (share of mass)"},
+                "rangemode": "tozero",
+            },
         )
         _baseline_axis(figure, data)
         return figure
@@ -75,7 +93,9 @@ class SinkProfile(Figure):
 
 def _depth_line(drawn: Mapping[str, Any], theme: Theme) -> go.Scatter:
     """A thin line through all of the looped model's steps, in execution order."""
-    points = sorted(point for entry in drawn.values() for point in zip(entry["axes"]["step"], entry["values"], strict=True))
+    points = sorted(
+        point for entry in drawn.values() for point in zip(entry["axes"]["step"], entry["values"], strict=True)
+    )
     return go.Scatter(
         x=[step for step, _ in points],
         y=[value for _, value in points],
@@ -90,7 +110,20 @@ def _depth_line(drawn: Mapping[str, Any], theme: Theme) -> go.Scatter:
 def _baseline_axis(figure: go.Figure, data: Mapping[str, Any]) -> None:
     if data["missing"]:
         figure.add_scatter(x=[0], y=[None], showlegend=False)  # an axis without a trace isn't drawn, nor is its title
-        figure.update_layout(xaxis={"title": {"text": f"Baseline not drawn: {data['missing']}"}, "showticklabels": False, "ticks": "", "showgrid": False})
+        figure.update_layout(
+            xaxis={
+                "title": {"text": f"Baseline not drawn: {data['missing']}"},
+                "showticklabels": False,
+                "ticks": "",
+                "showgrid": False,
+            }
+        )
         return
     layers = [step.layer for step in plan_of(data["models"]["baseline"]).steps]
-    figure.update_layout(xaxis={"title": {"text": f"Baseline: {LAYER_AXIS}"}, "tickvals": every(layers, 16), "range": [-0.5, len(layers) - 0.5]})
+    figure.update_layout(
+        xaxis={
+            "title": {"text": f"Baseline: {LAYER_AXIS}"},
+            "tickvals": every(layers, 16),
+            "range": [-0.5, len(layers) - 0.5],
+        }
+    )

@@ -23,9 +23,14 @@ class StageCosine(Figure):
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         stages = looped.stage_cosine()
-        drawn = {f"layer_{layer}": series(stages.sel(layer=layer), "looped", "observed", f"layer {layer}") for layer in stages.labels["layer"]}
+        drawn = {
+            f"layer_{layer}": series(stages.sel(layer=layer), "looped", "observed", f"layer {layer}")
+            for layer in stages.labels["layer"]
+        }
         drawn["mean"] = series(stages.mean("layer"), "looped", "observed", "mean over looped layers")
-        notes = ["Thin lines are single layers. A cosine of 0 is what two unrelated vectors have; no control of other tokens is recorded."]
+        notes = [
+            "Thin lines are single layers. A cosine of 0 is what two unrelated vectors have; no control of other tokens is recorded."
+        ]
         return {"series": drawn, "visits": first_and_last(looped), "notes": notes}
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
@@ -34,11 +39,20 @@ class StageCosine(Figure):
         thin = Style(theme.muted, "circle", "solid")
         for entry in layers:
             trace = line(entry, thin, width=0.8, legend=entry is layers[0], name="each looped layer")
-            trace.update(mode="lines", error_y=None, opacity=0.7, legendgroup="layers", hovertemplate=f"{trace.hovertemplate}<extra>{entry['label']}</extra>")
+            trace.update(
+                mode="lines",
+                error_y=None,
+                opacity=0.7,
+                legendgroup="layers",
+                hovertemplate=f"{trace.hovertemplate}<extra>{entry['label']}</extra>",
+            )
             figure.add_trace(trace)
         figure.add_trace(line(data["series"]["mean"], Style(theme.same_head, "circle", "solid"), width=2.6))
         a, b = data["visits"]
-        low = min((v for entry in data["series"].values() for v in [*entry["values"], *entry["low"]] if v is not None), default=0.0)
+        low = min(
+            (v for entry in data["series"].values() for v in [*entry["values"], *entry["low"]] if v is not None),
+            default=0.0,
+        )
         figure.update_xaxes(title_text="attention stage (X: normalised input, O: output)", type="category")
         figure.update_yaxes(title_text=f"cosine between visits {a} and {b}", range=[min(0.0, low * 1.05), 1.03])
         return figure

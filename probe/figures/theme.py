@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
@@ -29,7 +29,9 @@ class Style:
 
 @dataclass(frozen=True)
 class Theme:
-    """`profile`: the looped model's one colour in sink profiles (None: each visit keeps its own)."""
+    """The paper draws the Baseline blue like visit 1: only the themes `paper` and `paper-dark` follow it in that.
+
+    `profile`: the looped model's one colour in sink profiles (None: each visit keeps its own)."""
 
     name: str
     background: str
@@ -51,6 +53,17 @@ class Theme:
         """Style of a visit among the looped model's steps in a profile over depth."""
         style = self.visit(number)
         return Style(self.profile or style.colour, style.symbol, style.dash)
+
+    @property
+    def scheme(self) -> str:
+        """What kind of page it fits: light or dark."""
+        return "dark" if self.name.endswith("dark") else "light"
+
+    @property
+    def by_scheme(self) -> dict[str, Theme]:
+        """The same colours for a light and for a dark page."""
+        themes = (PAPER, PAPER_DARK) if self.name.startswith("paper") else (LIGHT, DARK)
+        return {theme.scheme: theme for theme in themes}
 
     @property
     def baseline(self) -> Style:
@@ -98,7 +111,8 @@ PAPER = Theme(
     "#7B3294",
     profile="#B2182B",
 )
-THEMES = {theme.name: theme for theme in (LIGHT, DARK, PAPER)}
+PAPER_DARK = replace(DARK, name="paper-dark", baseline_colour="#67A9CF", profile="#EF8A62")
+THEMES = {theme.name: theme for theme in (LIGHT, DARK, PAPER, PAPER_DARK)}
 
 
 def find_theme(name: str) -> Theme:

@@ -31,11 +31,19 @@ class TokenOverlap(Figure):
             drawn[name] = series(same, "looped", "observed", f"same head, visits {a} and {b}")
             drawn[f"{name}_control"] = series(other, "looped", "control", "other head, same visit")
         left_out = looped.recording.totals["top8_overlap"].left_out.flat[0]
-        notes = [f"Left out of the top-8 panel: {left_out:,} queries that see at most 8 tokens, where the sets are equal by construction."]
+        notes = [
+            f"Left out of the top-8 panel: {left_out:,} queries that see at most 8 tokens, where the sets are equal by construction."
+        ]
         return {"series": drawn, "layers": list(looped.plan.looped_layers), "visits": [a, b], "notes": notes}
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
-        panels = {"rows": 1, "cols": 3, "shared_yaxes": True, "horizontal_spacing": 0.03, "subplot_titles": list(PANELS.values())}
+        panels = {
+            "rows": 1,
+            "cols": 3,
+            "shared_yaxes": True,
+            "horizontal_spacing": 0.03,
+            "subplot_titles": list(PANELS.values()),
+        }
         figure = frame(data, theme, width=1000, height=500, panels=panels)
         same, other = Style(theme.same_head, "circle", "solid"), Style(theme.muted, "square-open", "dash")
         for col, name in enumerate(PANELS, 1):

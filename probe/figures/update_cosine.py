@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import plotly.graph_objects as go
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.probe.figures.base import Figure
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, diverging, empty_panel, frame, heat
-from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import plan_of, series, with_interval
 from visitlens.probe.figures.theme import Theme
 from visitlens.probe.opened import RecordedRun, step_label
@@ -25,17 +26,27 @@ class UpdateCosine(Figure):
     sides = ("looped", "baseline")
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        a, b = first_and_last(looped)
         baseline, missing = pair.from_baseline(RecordedRun.update_cosine)
         same, other = looped.update_cosine_same_layer().mean("layer"), looped.update_cosine_other_layers()
         drawn = {
             "looped": series(looped.update_cosine(), "looped", "observed", "looped model"),
-            "same_layer_mean": series(same, "looped", "summary", "same layer at two visits"),
+            "same_layer_mean": series(same, "looped", "summary", f"same layer at visits {a} and {b}"),
         }
         if other.values.size:
-            drawn["other_layers_mean"] = series(other.mean("layers"), "looped", "control", "different layers at two visits")
+            drawn["other_layers_mean"] = series(
+                replace(other.mean("layers"), aggregation=f"{other.aggregation}, mean over pairs of layers"),
+                "looped",
+                "control",
+                f"different layers at visits {a} and {b}",
+            )
         if baseline is not None:
             drawn["baseline"] = series(baseline, "baseline", "control", "Baseline")
-        parts = [f"{drawn[name]['label']} {with_interval(drawn[name])}" for name in ("same_layer_mean", "other_layers_mean") if name in drawn]
+        parts = [
+            f"{drawn[name]['label']} {with_interval(drawn[name])}"
+            for name in ("same_layer_mean", "other_layers_mean")
+            if name in drawn
+        ]
         return {
             "series": drawn,
             "missing": missing,
@@ -58,13 +69,16 @@ class UpdateCosine(Figure):
             layers = [str(step.layer) for step in plan_of(data["models"]["baseline"]).steps]
             figure.add_trace(heat(baseline, layers, layers, places="layers %{y} and %{x}"), row=1, col=1)
             _square(figure, layers, LAYER_AXIS, "x", col=1)
+        figure.update_traces(xgap=0, ygap=0)  # a dark page's gaps would hide the dashed lines
         return figure.update_layout(coloraxis=diverging(1.0, "cosine"))
 
 
 def block_edges(plan: ExecutionPlan) -> list[float]:
     """Where, between two steps, a visit of the repeated block begins or ends; in steps, halves."""
     looped = set(plan.looped_layers)
-    return [a.index + 0.5 for a, b in pairwise(plan.steps) if (a.layer in looped, a.visit) != (b.layer in looped, b.visit)]
+    return [
+        a.index + 0.5 for a, b in pairwise(plan.steps) if (a.layer in looped, a.visit) != (b.layer in looped, b.visit)
+    ]
 
 
 def _square(figure: go.Figure, labels: list[str], title: str, anchor: str, *, col: int) -> None:

@@ -89,7 +89,8 @@ class AttendedTokens(Statistic):
 
 
 def _value(overlap: OverlapStatistics, name: str) -> Tensor:
-    """[token, head] as a number between 0 and 1."""
-    if name == "top1_match":
-        return overlap.top1_match.double()
-    return overlap.top8_shared.double() / 8 if name == "top8_overlap" else overlap.mass_overlap
+    """[token, head] as a number between 0 and 1; NaN where a score was NaN."""
+    if name == "mass_overlap":
+        return overlap.mass_overlap
+    value = overlap.top1_match.double() if name == "top1_match" else overlap.top8_shared.double() / 8
+    return value.masked_fill(overlap.mass_overlap.isnan(), float("nan"))

@@ -59,6 +59,15 @@ class TokenValues:
     valid: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class GroupSums:
+    """`total`, `count` [group, *axes]; `non_finite [*axes]`: tokens kept out of both for a NaN or infinite input."""
+
+    total: Tensor
+    count: Tensor
+    non_finite: Tensor
+
+
 class Statistic(ABC):
     """One file in this folder holds one statistic; being there is being registered."""
 
@@ -75,8 +84,8 @@ class Statistic(ABC):
 
     def group_sums(
         self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Measures that are cheaper to sum at once than by token: name -> (total, count) [group, *axes]."""
+    ) -> dict[str, GroupSums]:
+        """Measures that are cheaper to sum at once than by token."""
         return {}
 
 
@@ -97,5 +106,11 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rms(value: Tensor) -> Tensor:
-    """||x|| / sqrt(size) over the last axis."""
-    return wide(value).norm(dim=-1) * value.shape[-1] ** -0.5
+    """||x|| / sqrt(size) over the last axis; NaN for an infinite one, so that no ratio with it is a number."""
+    size = wide(value).norm(dim=-1) * value.shape[-1] ** -0.5
+    return size.masked_fill(size.isinf(), float("nan"))
+
+
+def routed(values: StepValues, step: int) -> Tensor:
+    """[token] on the CPU, False where the router's scores weren't numbers, so that its choice of experts means nothing."""
+    return values.site("gates", step).isfinite().all(-1).cpu()

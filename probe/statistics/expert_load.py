@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack, wide
+from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, routed, stack, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -33,7 +33,7 @@ class ExpertLoad(Statistic):
             paper="ours",
         ),
     )
-    sites = frozenset({"experts", "router"})
+    sites = frozenset({"experts", "gates", "router"})
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         entropies = []
@@ -44,12 +44,15 @@ class ExpertLoad(Statistic):
 
     def group_sums(
         self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    ) -> dict[str, GroupSums]:
         experts = geometry.num_experts
-        tokens = torch.bincount(groups, minlength=num_groups).double().view(-1, 1, 1)
-        loads = []
+        loads, tokens, lost = [], [], []
         for step in range(len(geometry.plan)):
-            cells = groups.unsqueeze(1) * experts + values.site("experts", step).cpu()
+            good = routed(values, step)
+            cells = (groups.unsqueeze(1) * experts + values.site("experts", step).cpu())[good]
             loads.append(torch.bincount(cells.flatten(), minlength=num_groups * experts).view(num_groups, experts))
-        total = torch.stack(loads, dim=1).double()
-        return {"expert_load": (total, tokens.expand_as(total))}
+            tokens.append(torch.bincount(groups[good], minlength=num_groups).unsqueeze(1))
+            lost.append((~good).sum())
+        total, count = torch.stack(loads, dim=1).double(), torch.stack(tokens, dim=1).double()
+        non_finite = torch.stack(lost).unsqueeze(1).expand(-1, experts)
+        return {"expert_load": GroupSums(total, count.expand_as(total), non_finite)}

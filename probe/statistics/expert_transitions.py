@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, routed
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -26,7 +26,7 @@ class ExpertTransitions(Statistic):
             grouped=False,
         ),
     )
-    sites = frozenset({"experts"})
+    sites = frozenset({"experts", "gates"})
     looped_only = True
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
@@ -34,12 +34,15 @@ class ExpertTransitions(Statistic):
 
     def group_sums(
         self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    ) -> dict[str, GroupSums]:
         experts = geometry.num_experts
-        tables = []
+        tables, tokens = [], []
         for pair in geometry.plan.pairs:
-            earlier, later = (values.site("experts", s.index).cpu() for s in (pair.earlier, pair.later))
+            good = routed(values, pair.earlier.index) & routed(values, pair.later.index)
+            earlier, later = (values.site("experts", s.index).cpu()[good] for s in (pair.earlier, pair.later))
             cells = (earlier.unsqueeze(2) * experts + later.unsqueeze(1)).flatten()
             tables.append(torch.bincount(cells, minlength=experts * experts).view(experts, experts))
+            tokens.append(good.sum())
         total = torch.stack(tables).double().unsqueeze(0)
-        return {"expert_transitions": (total, torch.full_like(total, len(groups)))}
+        count = torch.stack(tokens).view(1, -1, 1, 1).expand_as(total)
+        return {"expert_transitions": GroupSums(total, count.double(), (len(groups) - count)[0])}

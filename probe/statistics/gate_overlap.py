@@ -34,5 +34,7 @@ class GateOverlap(Statistic):
                 "experts", pair.later.index
             ).unsqueeze(1)
             earlier, later = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
-            overlaps.append((torch.minimum(earlier.unsqueeze(2), later.unsqueeze(1)) * same).sum((1, 2)))
+            overlap = (torch.minimum(earlier.unsqueeze(2), later.unsqueeze(1)) * same).sum((1, 2))
+            good = (earlier.isfinite() & later.isfinite()).all(-1)
+            overlaps.append(overlap.masked_fill(~good, float("nan")))
         return {"gate_overlap": TokenValues(torch.stack(overlaps, dim=1))}

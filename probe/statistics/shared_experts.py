@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, routed
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -32,18 +32,19 @@ class SharedExperts(Statistic):
             paper="6.1",
         ),
     )
-    sites = frozenset({"experts"})
+    sites = frozenset({"experts", "gates"})
     looped_only = True
     stored = frozenset({"shared_expert_count"})
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        counts = []
+        counts, good = [], []
         for pair in geometry.plan.pairs:
             earlier, later = values.site("experts", pair.earlier.index), values.site("experts", pair.later.index)
             counts.append((earlier.unsqueeze(2) == later.unsqueeze(1)).sum((1, 2)))
-        shared = torch.stack(counts, dim=1)
-        histogram = torch.nn.functional.one_hot(shared, geometry.experts_per_token + 1)
+            good.append(routed(values, pair.earlier.index) & routed(values, pair.later.index))
+        shared, bad = torch.stack(counts, dim=1).cpu(), ~torch.stack(good, dim=1)
+        histogram = torch.nn.functional.one_hot(shared, geometry.experts_per_token + 1).double()
         return {
-            "shared_experts": TokenValues(histogram.double()),
-            "shared_expert_count": TokenValues(shared.double()),
+            "shared_experts": TokenValues(histogram.masked_fill(bad.unsqueeze(2), float("nan"))),
+            "shared_expert_count": TokenValues(shared.double().masked_fill(bad, float("nan"))),
         }

@@ -13,7 +13,7 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.attention_rows import row_statistics
 from visitlens.kernels.errors import InputError, PlanError
-from visitlens.probe.ladder.documents import PackedTokens
+from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 
@@ -34,7 +34,7 @@ def test_every_site_is_the_value_at_its_hook_point(
             expected = cache[f"blocks.{step.layer}.visit.{step.visit}.{site.hook}"]
             assert torch.equal(captured.at(name, step.index), expected)
             assert torch.equal(captured.get(name, step.layer, step.visit), expected)
-            assert expected.ndim == 2 + len(site.axes) + (name == "P")  # P's query axis is its token axis
+            assert expected.ndim == 2 + len(site.axes)
 
 
 def test_the_last_forward_counts_and_hooks_are_gone_afterwards(make_model: ModelFactory) -> None:
@@ -45,7 +45,7 @@ def test_the_last_forward_counts_and_hooks_are_gone_afterwards(make_model: Model
         model(two)
     model(one)
     assert captured.at("resid", 3).shape[:2] == (1, 3)
-    assert not any(point.has_hooks() for point in model.hook_dict.values()) and not model._forward_hooks
+    assert not any(point.has_hooks() for point in model.hook_dict.values()) and not model.ln_final._forward_hooks
 
 
 def test_hooks_are_gone_after_an_error_too(make_model: ModelFactory) -> None:
@@ -53,7 +53,7 @@ def test_hooks_are_gone_after_an_error_too(make_model: ModelFactory) -> None:
     with pytest.raises(ZeroDivisionError), capture(model, ["resid"]):
         model(torch.tensor([[0, 5]]))
         raise ZeroDivisionError
-    assert not any(point.has_hooks() for point in model.hook_dict.values()) and not model._forward_hooks
+    assert not any(point.has_hooks() for point in model.hook_dict.values()) and not model.ln_final._forward_hooks
 
 
 def test_a_model_that_leaves_its_plan_is_refused(make_model: ModelFactory) -> None:
@@ -71,20 +71,29 @@ def test_a_model_that_leaves_its_plan_is_refused(make_model: ModelFactory) -> No
 
 
 def test_a_forward_that_failed_does_not_spoil_the_next_one(make_model: ModelFactory) -> None:
-    model, broken = make_model(2), [True]
+    model = make_model(2)
 
-    def fail_once(value: torch.Tensor, hook: object) -> None:
-        if broken.pop():
-            raise ZeroDivisionError
+    def fail(value: torch.Tensor, hook: object) -> None:
+        raise ZeroDivisionError
 
-    broken = [False, True]
     with capture(model, ["resid"]) as captured:
         with pytest.raises(ZeroDivisionError):
-            model.run_with_hooks(
-                torch.tensor([[0, 5]]), fwd_hooks=[("blocks.2.visit.1.hook_mlp_out", fail_once)], reset_hooks_end=False
-            )
+            model.run_with_hooks(torch.tensor([[0, 5]]), fwd_hooks=[("blocks.2.visit.1.hook_mlp_out", fail)])
         model(torch.tensor([[0, 5, 7]]))
     assert captured.at("resid", 5).shape[1] == 3
+
+
+def test_capture_goes_together_with_transformerlens_own_hooks_and_cache(make_model: ModelFactory) -> None:
+    """`run_with_hooks` calls `forward` directly, past the hooks on the model."""
+    model, tokens = make_model(2), torch.tensor([[0, 5, 7]])
+    silence = ("blocks.1.visit.2.attn.hook_z", lambda value, hook: torch.zeros_like(value))
+    with capture(model, ["attn_write"]) as captured:
+        model.run_with_hooks(tokens, fwd_hooks=[silence])
+        assert not captured.get("attn_write", 1, 2).any()
+        cache = model.run_with_cache(tokens)[1]
+        assert torch.equal(captured.get("attn_write", 1, 2), cache["blocks.1.visit.2.hook_attn_out"])
+        model.run_with_hooks(tokens, fwd_hooks=[silence])
+        assert captured.get("attn_write", 1, 1).any() and not captured.get("attn_write", 1, 2).any()
 
 
 def test_what_was_not_captured_is_refused_by_name(make_model: ModelFactory) -> None:

@@ -15,7 +15,7 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import CheckpointError, InputError
-from visitlens.probe.ladder.documents import PackedTokens
+from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]

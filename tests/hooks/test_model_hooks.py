@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
-from visitlens.probe.ladder.documents import PackedTokens
+from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 SITE_HOOKS = {site.hook for site in SITES.values()}
