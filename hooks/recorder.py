@@ -38,6 +38,7 @@ class TokenStatistics(Protocol):
     """What the recorder needs of the statistics: it never looks at their definitions."""
 
     sites: frozenset[str]
+    measures: Mapping[str, Any]
 
     def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
         """Adds a batch; returns per-token scalars [token, *axes] by measure, for level `tokens`."""
@@ -149,7 +150,7 @@ class _Recorder:
             "data_sha256": contexts.sha256,
             "weights_sha256": provenance.get("weights_sha256"),
             "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
-            "statistics": sorted(statistics.take()),
+            "measures": sorted(statistics.measures),
         }
         config = json.loads(json.dumps(config))
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
@@ -163,7 +164,6 @@ class _Recorder:
             "provenance": dict(provenance),
         }
         groups = contexts.document_groups(options.groups)
-        self.num_groups = int(groups.max()) + 1
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         self.real_tokens = (contexts.segments >= 0).sum(1)
         per_token = max(bytes_per_token(model, statistics, options), 1)
@@ -264,11 +264,7 @@ class _Recorder:
         name = f"w00-{shard.seq:06d}.h5"
         data = buffer.getbuffer()
         digest = commit(self.path / schema.SHARDS / name, data)
-        for measure, value in part.items():
-            if measure in totals:
-                totals[measure].add(value)
-            else:
-                totals[measure] = value.copy()
+        schema.add_totals(totals, part)
         return {"name": name, "bytes": len(data), "sha256": digest, **numbers}
 
     def _commit_summary(self, shards: list[dict[str, Any]], totals: dict[str, GroupTotals], done: int) -> None:
@@ -306,11 +302,7 @@ class _Recorder:
                     )
                 self.run = run
                 numbers = {k: int(v) for k, v in file.attrs.items() if isinstance(v, np.integer) and k != "complete"}
-                for measure, value in schema.read_totals(file, name).items():
-                    if measure in totals:
-                        totals[measure].add(value)
-                    else:
-                        totals[measure] = value
+                schema.add_totals(totals, schema.read_totals(file, name))
             entry = {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **numbers}
             if numbers["context_start"] != context or known.get(name, entry)["sha256"] != entry["sha256"]:
                 raise RecordingError(
@@ -318,8 +310,8 @@ class _Recorder:
                 )
             shards.append(entry)
             context += numbers["context_count"]
-        if shards and context == len(self.contexts.tokens) and not (self.path / schema.MANIFEST).is_file():
-            self._commit_summary(shards, totals, int(self.real_tokens.sum()))
+        if shards and len(known) != len(shards):  # the process died between a shard and its entry in the manifest
+            self._commit_summary(shards, totals, int(self.real_tokens[:context].sum()))
         return shards, context, totals
 
     def _refuse_foreign(self) -> None:
@@ -348,7 +340,8 @@ class _Shard:
             self._token_starts.setdefault(name, token_start)
 
     def write(self, file: h5py.File, dtype: torch.dtype) -> None:
-        for name, parts in self._parts.items():
+        for name in list(self._parts):
+            parts = self._parts.pop(name)
             vector = name.startswith(("resid/", "vec/"))
             array = np.concatenate(parts, axis=0 if name.startswith(("tokens/", "attn/")) else 1)
             if name.startswith("tokens/"):

@@ -56,9 +56,14 @@ class GroupTotals:
         for name in ("total", "count", "left_out", "non_finite"):
             getattr(self, name).__iadd__(getattr(other, name))
 
-    def copy(self) -> GroupTotals:
-        arrays = (self.total, self.count, self.left_out, self.non_finite)
-        return GroupTotals(dict(self.attributes), *(a.copy() for a in arrays))
+
+def add_totals(totals: dict[str, GroupTotals], part: Mapping[str, GroupTotals]) -> None:
+    """Adds the measures of a shard to those of the recording, in place; `part` is given away."""
+    for name, value in part.items():
+        if name in totals:
+            totals[name].add(value)
+        else:
+            totals[name] = value
 
 
 def set_text(attributes: h5py.AttributeManager, name: str, text: str) -> None:

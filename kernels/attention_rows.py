@@ -152,10 +152,12 @@ def _check(visits: Sequence[tuple[Tensor, Tensor]], segments: Segments, scale: f
 
 
 _PANEL_ROWS = 64
+_ALIGNED = 16  # keys of a tile are rounded up to this, for the vector units
 _SHORT = 32  # segments of up to this many tokens are computed many at a time
 _TILE = 2**21  # elements of one buffer, unless 16 rows need more: larger ones leave the outer cache
 _TOP = 8
 _LOG2_E = math.log2(math.e)
+_HIDDEN = -1e30  # joins the score of a future key, where all scores are known to be small against it
 
 
 def torch_visit_overlaps(
@@ -165,50 +167,51 @@ def torch_visit_overlaps(
     (q, k), num_visits = visits[0], len(visits)
     tokens, heads, d = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    # One token more than there are: it pads batches of short segments and takes what their padding yields.
+    # Zero tokens at the end pad tiles, and take what the padding of short segments yields.
     queries = q.new_zeros(num_visits, heads, tokens + 1, d, dtype=dtype)
-    keys = q.new_zeros(num_visits, k.shape[1], d, tokens + 1, dtype=dtype)
+    keys = q.new_zeros(num_visits, k.shape[1], d, tokens + _ALIGNED, dtype=dtype)
     for v, (q, k) in enumerate(visits):
         queries[v, :, :tokens] = q.transpose(0, 1)
         keys[v, :, :, :tokens] = k.permute(1, 2, 0)
+    small = tokens > 0 and 1e-20 < scale < 1e6 and bool(queries.abs().max() * keys.abs().max() * d < 1e20)
     pairs = list(combinations(range(num_visits), 2)) if overlaps else []
-    rows = queries.new_empty(num_visits, 4, heads, tokens + 1)
     controls = num_visits if overlaps and heads > 1 else 0
+    rows = queries.new_empty(4, num_visits, heads, tokens + 1)
     compared = queries.new_empty(3, len(pairs) + controls, heads, tokens + 1)
-    control = compared[:, len(pairs) :]
+    control, half = compared[:, len(pairs) :], heads // 2
 
-    half = heads // 2
     panels = list(_panels(segments, num_visits * heads, q.device))
     buffers = queries.new_empty(3, num_visits * heads * max((math.prod(p.shape) for p in panels), default=0))
     for panel in panels:
-        tile = _Tile(panel, queries, keys, buffers)
+        tile = _Tile(panel, queries, keys, buffers, small)
         panel.store(rows, tile.row_values(scale))
         if overlaps:
             tile.find_tops()
-            for n, (a, b) in enumerate(pairs):
-                panel.store(across[n], tile.overlap_values((a,), (b,)))
-        if overlaps and heads > 1:
+        for n, (a, b) in enumerate(pairs):
+            panel.store(compared[:, n], tile.overlap_values((a,), (b,)))
+        if controls:
             every = (slice(None), slice(None))
             values = tile.overlap_values((*every, slice(0, heads - half)), (*every, slice(half, heads)))
             panel.store(control[:, :, : heads - half], values)
-            if heads % 2:  # the rest of the ring; with an even number of heads it repeats the first half
-                values = tile.overlap_values((*every, slice(heads - half, heads)), (*every, slice(0, half)))
-                panel.store(control[:, :, heads - half :], values)
-    if heads % 2 == 0:
+        if controls and heads % 2:  # the rest of the ring
+            values = tile.overlap_values((*every, slice(heads - half, heads)), (*every, slice(0, half)))
+            panel.store(control[:, :, heads - half :], values)
+    if heads % 2 == 0:  # a control is the same from both of its heads
         control[:, :, half:] = control[:, :, :half]
 
-    positions = segments.positions().to(q.device)
+    rows = rows[..., :tokens].transpose(2, 3).contiguous()
+    results = overlap_statistics(compared[..., :tokens], segments.positions().to(q.device))
     return VisitOverlaps(
-        rows=[RowStatistics(*(x[:, :tokens].T.contiguous() for x in visit)) for visit in rows],
-        across={pair: overlap_statistics(x[..., :tokens], positions) for pair, x in zip(pairs, across, strict=True)},
-        control=[overlap_statistics(x[..., :tokens], positions) for x in control] if overlaps and heads > 1 else None,
+        rows=[RowStatistics(*x) for x in zip(*rows, strict=True)],
+        across=dict(zip(pairs, results, strict=False)),
+        control=results[len(pairs) :] or None,
     )
 
 
 def overlap_statistics(compared: Tensor, positions: Tensor) -> list[OverlapStatistics]:
     """One for each comparison, from top-1 match, top-8 shared and mass overlap, [3, comparison, head, token].
 
-    Fills in what the tiles leave open: rows that see up to 8 keys share all of them, rows with a NaN none.
+    Fills in what tiles leave open: rows that see up to 8 keys share all of them, rows with a NaN score none.
     """
     match, shared, mass = compared.transpose(2, 3).contiguous()
     undefined = mass.isnan()
@@ -222,16 +225,17 @@ def overlap_statistics(compared: Tensor, positions: Tensor) -> list[OverlapStati
 class _Panel:
     """Query rows that are computed together, and the keys they see; `shape` is (document, row, key).
 
-    The rows are the last of the keys, so only the last row-by-row square of a tile holds future keys.
     Of one document, rows and keys are slices of the token axis; of several, token indices [document, row].
+    The keys from column `future_from` on may lie after a row; row r sees r + 1 of them.
     """
 
     rows: slice | Tensor
     keys: slice | Tensor
     shape: tuple[int, int, int]
+    future_from: int
 
     def take(self, x: Tensor, dim: int, index: slice | Tensor) -> Tensor:
-        """`x` with its token axis `dim` replaced by axes (document, row)."""
+        """`x` with its token axis `dim` replaced by axes (document, row or key)."""
         taken = x[(slice(None),) * dim + (index,)]
         return taken.unsqueeze(dim) if isinstance(index, slice) else taken
 
@@ -252,7 +256,9 @@ def _panels(segments: Segments, maps: int, device: torch.device) -> Iterator[_Pa
         height = -(-length // -(-length // height))  # panels of equal heights: no sliver at the end
         for first in range(start, end, height):
             last = min(first + height, end)
-            yield _Panel(slice(first, last), slice(start, last), (1, last - first, last - start))
+            columns = -(-(last - start) // _ALIGNED) * _ALIGNED
+            shape = (1, last - first, columns)
+            yield _Panel(slice(first, last), slice(start, start + columns), shape, first - start)
     short.pop(0, None)
     for spans in short.values():
         length = max(end - start for start, end in spans)
@@ -261,13 +267,16 @@ def _panels(segments: Segments, maps: int, device: torch.device) -> Iterator[_Pa
             starts, ends = torch.tensor(spans[n : n + count], device=device).T.unsqueeze(-1)
             index = starts + torch.arange(length, device=device)
             index = index.where(index < ends, segments.num_tokens)
-            yield _Panel(index, index, (len(index), length, length))
+            yield _Panel(index, index, (len(index), length, length), 0)
 
 
 class _Tile:
-    """Scores, then weights, of one panel: [visit, document, head, row, key], in three reused buffers."""
+    """Scores and weights of one panel, [visit, document, head, row, key], in three buffers that are used again.
 
-    def __init__(self, panel: _Panel, queries: Tensor, keys: Tensor, buffers: Tensor) -> None:
+    `small` says that every score is finite and small against `_HIDDEN`, which makes hiding future keys cheap.
+    """
+
+    def __init__(self, panel: _Panel, queries: Tensor, keys: Tensor, buffers: Tensor, small: bool) -> None:
         (num_visits, heads, _, d), kv_heads = queries.shape, keys.shape[1]
         documents, rows, columns = panel.shape
         q = panel.take(queries, 2, panel.rows).transpose(1, 2)  # [visit, document, head, row, d]
@@ -277,66 +286,64 @@ class _Tile:
         batch = num_visits * documents * kv_heads
         # The query heads of one key head are stacked as rows of one product.
         torch.bmm(q.reshape(batch, -1, d), k.reshape(batch, d, columns), out=self.scores.view(batch, -1, columns))
-        self.future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
-        self.square = slice(columns - rows, columns)
-        self.scores[..., self.square].masked_fill_(self.future, -math.inf)
+        self.small = small
+        self.last_keys = slice(panel.future_from, columns)
+        self.future = q.new_ones(rows, columns - panel.future_from, dtype=torch.bool).triu_(1)
+        if small:
+            self.scores[..., self.last_keys].add_(self.future.to(q.dtype) * _HIDDEN)
+        else:
+            self.scores[..., self.last_keys].masked_fill_(self.future, -math.inf)
 
     def row_values(self, scale: float) -> Tensor:
-        """Log-sum-exp, sink mass, first-4 mass and entropy: [visit, 4, document, head, row]. Fills the weights.
+        """Log-sum-exp, sink mass, first-4 mass and entropy: [4, visit, document, head, row]. Fills the weights.
 
-        Scores are shifted by the row's largest one before anything is summed, in base 2 (`exp2` is twice as fast).
+        The row's largest score is taken off before anything is summed, and exponents are base 2: exp2 takes half
+        the time of exp.
         """
         peak = self.scores.amax(-1, keepdim=True)
-        shifted = torch.add(peak * (-scale * _LOG2_E), self.scores, alpha=scale * _LOG2_E, out=self.spare)
-        torch.exp2(shifted, out=self.weights)
+        exponents = torch.add(peak * (-scale * _LOG2_E), self.scores, alpha=scale * _LOG2_E, out=self.spare)
+        torch.exp2(exponents, out=self.weights)
         total = self.weights.sum(-1, keepdim=True)
-        shifted[..., self.square].masked_fill_(self.future, 0)  # 0 weight times -inf would be NaN
-        mean = _row_dot(self.weights, shifted)
-        if mean.isnan().any():  # a visible key may score -inf too; real NaNs pass through the clamp
-            mean = _row_dot(self.weights, shifted.clamp_(min=-1e5))
+        if not self.small:  # 0 times -inf would be NaN, of future keys and of others; real NaNs pass through the clamp
+            exponents[..., self.last_keys].masked_fill_(self.future, 0)
+            exponents.clamp_(min=-1e5)
+        mean = _row_dot(self.weights, exponents) / total.squeeze(-1)
         self.weights.mul_(1 / total)
-        log_total = total.log().squeeze(-1)
-        return torch.stack(
-            [
-                peak.squeeze(-1) * scale + log_total,
-                self.weights[..., 0],
-                self.weights[..., :4].sum(-1),
-                log_total - mean / (total.squeeze(-1) * _LOG2_E),
-            ],
-            dim=1,
-        )
+        log_total, first4 = total.log().squeeze(-1), self.weights[..., :4].sum(-1)
+        log_sum_exp = peak.squeeze(-1) * scale + log_total
+        return torch.stack([log_sum_exp, self.weights[..., 0], first4, log_total - mean / _LOG2_E])
 
     def find_tops(self) -> None:
-        """Turns the scores into 1 where a key is among the row's top 8 and 0 elsewhere; finds the top key.
+        """Finds the top key, and turns the scores into 1 where a key is among the row's top 8, 0 elsewhere.
 
-        Rows that see up to 8 keys get anything: their caller knows the answer.
+        Rows that see up to 8 keys get anything: their answer is known.
         """
         self.top = _row_argmax(self.scores)
         if self.scores.shape[-1] <= _TOP:
             return
         eighth, ninth = _eighth_and_ninth(self.scores, self.spare)
         tied = (eighth == ninth).squeeze(-1)
-        repaired = None
-        if tied.any():
-            tied_scores, level = self.scores[tied], eighth[tied]
-            above, level = tied_scores > level, tied_scores == level
+        some_tied = bool(tied.any())
+        if some_tied:  # of the keys level with the 8th, the first complete the 8
+            scores, eighth_of_tied = self.scores[tied], eighth[tied]
+            above, level = scores > eighth_of_tied, scores == eighth_of_tied
             room = _TOP - above.sum(-1, keepdim=True)
-            repaired = (above | (level & (level.cumsum(-1) <= room))).to(self.scores.dtype)
+            chosen = (above | (level & (level.cumsum(-1) <= room))).to(self.scores.dtype)
         self.scores.ge_(eighth)
-        if repaired is not None:
-            self.scores[tied] = repaired
+        if some_tied:
+            self.scores[tied] = chosen
 
     def overlap_values(self, first: tuple, second: tuple) -> Tensor:
-        """Top-1 match, top-8 shared and mass overlap of two equally shaped parts: [..., 3, document, head, row]."""
+        """Top-1 match, top-8 shared and mass overlap of two equally shaped parts: [3, ..., document, head, row]."""
         match = self.top[first] == self.top[second]
         shared = _row_dot(self.scores[first], self.scores[second])
-        a = self.weights[first]
-        spare = self.spare.view(-1)[: a.numel()].view(a.shape)
-        mass = torch.minimum(a, self.weights[second], out=spare).sum(-1)
-        return torch.stack([match.to(mass.dtype), shared, mass], dim=-4)
+        weights = self.weights[first]
+        spare = self.spare.view(-1)[: weights.numel()].view(weights.shape)
+        mass = torch.minimum(weights, self.weights[second], out=spare).sum(-1)
+        return torch.stack([match.to(mass.dtype), shared, mass])
 
 
-# NumPy's reductions of a row are several times faster than torch's on the CPU, and its partition beats topk.
+# NumPy's reductions of a row are several times faster than torch's on the CPU, and its partition than topk.
 
 
 def _row_argmax(x: Tensor) -> Tensor:
@@ -351,7 +358,7 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _eighth_and_ninth(scores: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """8th and 9th largest of each row [..., 1], with equals counted apart. Overwrites `spare`."""
+    """8th and 9th largest of each row [..., 1], equals counted apart. Overwrites `spare`."""
     if scores.is_cuda:
         return scores.topk(_TOP + 1, dim=-1).values[..., _TOP - 1 :].split(1, dim=-1)
     at = scores.shape[-1] - _TOP
