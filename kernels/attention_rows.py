@@ -320,6 +320,7 @@ class _Tile:
         """
         self.top = _row_argmax(self.scores)
         if self.scores.shape[-1] <= _TOP:
+            self.scores.zero_()
             return
         eighth, ninth = _eighth_and_ninth(self.scores, self.spare)
         tied = (eighth == ninth).squeeze(-1)

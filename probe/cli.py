@@ -214,9 +214,9 @@ def reproduce(
         paths = record_all(
             requests, lambda name, done, total: progress.update(tasks[name], completed=done, total=total)
         )
+        from visitlens.probe.figures.pair import Pair
+        from visitlens.probe.opened import open as open_recording
         from visitlens.probe.report import write_report
-
-        from visitlens.probe.figures.base import Pair
 
         drawing = progress.add_task("drawing", total=None)
         report = write_report(

@@ -186,7 +186,7 @@ def _finding_row(finding: Finding) -> str:
     return (
         f'<tr><th scope="row">{escape(claim.statement)} <span class="muted">({escape(claim.section)}; {escape(claim.unit)})</span></th>'
         f"<td>{escape(claim.paper)}</td><td>{escape(claim.ours_is)}<br>{ours}</td>"
-        f"<td>{escape(claim.against_is)}<br>{against}</td><td>{difference}</td><td>{layers}</td>"
+        f"<td>{escape(claim.against_is)}<br>{against}</td><td>{difference}</td><td class='count'>{layers}</td>"
         f'<td><span class="verdict {_CLASSES[finding.verdict]}">{finding.verdict}</span>{reason}</td></tr>'
     )
 

@@ -1,0 +1,539 @@
+"""Nothing that was acknowledged is lost, whatever happens to the writer; nothing that is somebody else's is touched."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import visitlens
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.models.checkpoint import save_model
+from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.recording import Recording
+from visitlens.kernels.errors import InputError, RecordingError, StorageError, VisitlensError
+from visitlens.probe.opened import RecordedRun
+
+MakeRecording = Callable[..., RecordedRun]
+SHARD_TOKENS = 60  # two contexts of 32
+
+
+@pytest.fixture(scope="module")
+def text(make_text: Callable[..., PackedTokens]) -> PackedTokens:
+    return make_text(seed=6)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., LoopedMoE]) -> LoopedMoE:
+    return make_model(2)
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording, tmp_path_factory) -> Recording:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return make_recording(model, text, folder / "r.vlens", shard_tokens=SHARD_TOKENS).recording
+
+
+@pytest.fixture
+def resume(model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording) -> Callable[..., Recording]:
+    def again(path: Path, **options) -> Recording:
+        return make_recording(model, text, path, **{"shard_tokens": SHARD_TOKENS, **options}).recording
+
+    return again
+
+
+def assert_whole(rec: Recording, unbroken: Recording, text: PackedTokens) -> None:
+    """Complete, every token once and in order, totals to 1e-12 those of the unbroken recording."""
+    assert rec.complete and rec.tokens == text.num_tokens
+    np.testing.assert_array_equal(rec.token_table()["id"], text.tokens[text.segments >= 0])
+    np.testing.assert_array_equal(rec.token_table()["segment"], text.segments[text.segments >= 0])
+    assert rec.totals.keys() == unbroken.totals.keys()
+    for name, expected in unbroken.totals.items():
+        got = rec.totals[name]
+        np.testing.assert_array_equal(got.count, expected.count, err_msg=name)
+        np.testing.assert_array_equal(got.left_out, expected.left_out, err_msg=name)
+        np.testing.assert_allclose(got.total, expected.total, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert not leftovers(rec.path)
+
+
+def leftovers(path: Path) -> list[Path]:
+    return list(path.rglob("*.tmp"))
+
+
+def contents(path: Path) -> dict[str, str]:
+    """Every file but locks, by hash."""
+    files = (f for f in sorted(path.rglob("*")) if f.is_file() and f.suffix != ".lock")
+    return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_after(contexts: int) -> Callable[[int, int], None]:
+    calls = []
+
+    def on_progress(done: int, total: int) -> None:
+        calls.append(done)
+        if len(calls) == contexts:
+            raise Crash
+
+    return on_progress
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("contexts", [1, 2, 3, 5])
+def test_a_crash_loses_the_open_shard_only_and_resuming_makes_it_whole(
+    contexts: int, resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.vlens"
+    with pytest.raises(Crash):
+        resume(path, on_progress=crash_after(contexts))
+    committed = sorted(p.name for p in (path / "shards").glob("*.h5"))
+    assert len(committed) == (contexts - 1) // 2
+    before = contents(path / "shards")
+    rec = resume(path)
+    assert_whole(rec, unbroken, text)
+    after = contents(path / "shards")
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_run_resumes_with_another_shard_size(resume, unbroken: Recording, text, tmp_path: Path) -> None:
+    path = tmp_path / "r.vlens"
+    with pytest.raises(Crash):
+        resume(path, on_progress=crash_after(3))
+    assert_whole(resume(path, shard_tokens=1), unbroken, text)
+
+
+def test_several_crashes_in_a_row_add_up(resume, unbroken: Recording, text, tmp_path: Path) -> None:
+    path = tmp_path / "r.vlens"
+    for _ in range(3):
+        with pytest.raises(Crash):
+            resume(path, shard_tokens=1, on_progress=crash_after(2))
+    assert Recording(path).tokens == 3 * 32  # one context a time was committed
+    assert_whole(resume(path, shard_tokens=1), unbroken, text)
+
+
+def test_a_finished_recording_is_left_alone(resume, text: PackedTokens, tmp_path: Path) -> None:
+    path, seen = tmp_path / "r.vlens", []
+    resume(path)
+    before = contents(path)
+    resume(path, on_progress=lambda *p: seen.append(p))
+    assert contents(path) == before and seen == [(text.num_tokens, text.num_tokens)]
+
+
+def test_stale_partial_files_are_removed(resume, unbroken: Recording, text: PackedTokens, tmp_path: Path) -> None:
+    path = tmp_path / "r.vlens"
+    with pytest.raises(Crash):
+        resume(path, on_progress=crash_after(3))
+    for name in ("shards/w00-000001.h5.tmp", "summary.h5.tmp", "manifest.json.tmp"):
+        (path / name).write_bytes(b"half a file")
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_a_lost_manifest_and_summary_are_rebuilt(resume, unbroken: Recording, text, tmp_path: Path) -> None:
+    path = tmp_path / "r.vlens"
+    resume(path)
+    (path / "manifest.json").unlink()
+    (path / "summary.h5").unlink()
+    assert_whole(resume(path), unbroken, text)
+
+
+@pytest.mark.parametrize("names", [["manifest.json", "summary.h5"], ["manifest.json"]], ids=["both", "manifest"])
+def test_a_crash_after_the_last_shard_but_before_its_manifest_is_repaired(
+    names: list[str], resume, unbroken: Recording, text, tmp_path: Path
+) -> None:
+    """The shards are all there; manifest (and summary) are those of the shard before."""
+    path, older = tmp_path / "r.vlens", tmp_path / "older"
+    older.mkdir()
+
+    def keep_copies(done: int, total: int) -> None:
+        for name in names:
+            if (path / name).is_file():
+                shutil.copy(path / name, older / name)
+
+    resume(path, on_progress=keep_copies)
+    for name in names:
+        shutil.copy(older / name, path / name)
+    assert not Recording(path).complete
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_a_lost_summary_of_a_finished_recording_is_rebuilt(resume, unbroken: Recording, text, tmp_path: Path) -> None:
+    path = tmp_path / "r.vlens"
+    resume(path)
+    (path / "summary.h5").unlink()
+    assert_whole(resume(path), unbroken, text)
+
+
+# Killed, interrupted, out of room
+
+CHILD = """
+import resource, sys, time
+from pathlib import Path
+import numpy as np, torch
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.models.checkpoint import load_model
+from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.kernels.errors import StorageError
+from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.statistics.base import Geometry
+
+torch.set_num_threads(1)
+folder, path, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+model, text = load_model(folder), PackedTokens(**np.load(folder / "text.npz"))
+collector = StatisticsCollector(
+    Geometry.of(model.plan, model.config.to_dict()), int(text.document_groups(128).max()) + 1
+)
+
+def on_progress(done, total):
+    if mode == "slow":
+        time.sleep(0.1)
+    elif any((path / "shards").glob("*.h5")):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))  # a shard doesn't fit
+
+options = RecordingOptions(level="tokens", shard_tokens=int(sys.argv[4]))
+provenance = {"weights_sha256": "0" * 64, "text": "random", "note": "random weights"}
+try:
+    record(model, text, path, collector, options, provenance=provenance, attention_implementation="torch",
+           on_progress=on_progress)
+except StorageError as error:
+    print(error)
+    sys.exit(3)
+"""
+
+
+@pytest.fixture
+def start_child(model: LoopedMoE, text: PackedTokens, tmp_path: Path) -> Callable[[Path, str], subprocess.Popen]:
+    """The same recording in a process of its own, on a thread of its own core."""
+    save_model(model, tmp_path / "checkpoint", torch.float32)
+    names = ("tokens", "segments", "segment_document", "document_hash")
+    np.savez(tmp_path / "checkpoint" / "text.npz", **{name: getattr(text, name) for name in names})
+
+    def start(path: Path, mode: str) -> subprocess.Popen:
+        command = [sys.executable, "-c", CHILD, str(tmp_path / "checkpoint"), str(path), mode, str(SHARD_TOKENS)]
+        package = Path(visitlens.__file__).parents[1]
+        environment = {**os.environ, "PYTHONPATH": str(package)}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return start
+
+
+def test_kill_9_in_the_middle_loses_and_doubles_nothing(
+    start_child, resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.vlens"
+    child = start_child(path, "slow")
+    deadline = time.monotonic() + 60
+    while not list(path.glob("shards/*.h5")):
+        assert child.poll() is None and time.monotonic() < deadline, child.communicate()[1]
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    assert 0 < len(list(path.glob("shards/*.h5"))) < len(unbroken.shards)
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_a_disk_that_refuses_a_shard_gives_one_error_and_keeps_the_rest(
+    start_child, resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+) -> None:
+    """The kernel refuses any file beyond 2000 bytes once a shard is there."""
+    path = tmp_path / "r.vlens"
+    child = start_child(path, "limited")
+    out, errors = child.communicate(timeout=120)
+    assert child.returncode == 3, errors
+    assert "w00-000001.h5" in out and "File too large" in out
+    assert not leftovers(path)
+    partial = Recording(path)
+    assert partial.tokens == int((text.segments[:2] >= 0).sum()) == len(partial.token_table()["id"])
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_ctrl_c_commits_what_is_complete_and_resuming_makes_it_whole(
+    resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+) -> None:
+    path, contexts = tmp_path / "r.vlens", []
+    handler = signal.getsignal(signal.SIGINT)
+
+    def press_at_the_third_context(done: int, total: int) -> None:
+        contexts.append(done)
+        if len(contexts) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        resume(path, on_progress=press_at_the_third_context)
+    assert signal.getsignal(signal.SIGINT) is handler
+    partial = Recording(path)
+    assert len(contexts) == 3 and not partial.complete and not leftovers(path)
+    assert partial.tokens == int((text.segments[:3] >= 0).sum()) == len(partial.token_table()["id"])
+    assert int(partial.totals["resid_rms"].count[:, 0].sum()) == partial.tokens
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_a_second_ctrl_c_stops_at_once(resume, unbroken: Recording, text: PackedTokens, tmp_path: Path) -> None:
+    path, contexts = tmp_path / "r.vlens", []
+
+    def press_twice(done: int, total: int) -> None:
+        contexts.append(done)
+        if len(contexts) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        resume(path, on_progress=press_twice)
+    assert Recording(path).tokens == int((text.segments[:2] >= 0).sum())
+    assert_whole(resume(path), unbroken, text)
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_a_full_disk_gives_one_error_and_keeps_the_shards(
+    resume, unbroken: Recording, text: PackedTokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "r.vlens"
+
+    def usage(folder: object) -> Usage:
+        full = any(path.glob("shards/*.h5")) and any(path.glob("manifest.json"))
+        return Usage(10**12, 0, 1000 if full else 10**12)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("visitlens.hooks.shards.shutil.disk_usage", usage)
+        with pytest.raises(StorageError, match=r"1\.0 kB free\. Free some space and run the same command again") as caught:
+            resume(path)
+    assert caught.value.errno == errno.ENOSPC
+    assert not leftovers(path) and Recording(path).tokens == int((text.segments[:2] >= 0).sum())
+    assert_whole(resume(path), unbroken, text)
+
+
+def test_a_disk_too_small_is_said_before_anything_is_computed(
+    resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("visitlens.hooks.shards.shutil.disk_usage", lambda folder: Usage(10**9, 0, 10**6))
+    with pytest.raises(StorageError, match=r"to write, 1\.0 MB free"):
+        resume(tmp_path / "r.vlens", on_progress=lambda done, total: seen.append(done))
+    assert not seen and not list(tmp_path.rglob("*.h5"))
+
+
+# Other people's folders, other runs, other writers
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(level="summary"), "options"),
+        (dict(groups=4), "options"),
+        (dict(batch=2), "options"),
+        (dict(level="activations", sites=("Q",)), "options"),
+    ],
+)
+def test_another_configuration_is_refused_by_name_and_nothing_is_touched(
+    options: dict, named: str, resume, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.vlens"
+    resume(path)
+    before = contents(path)
+    with pytest.raises(RecordingError, match=rf"another configuration \({named} differs\)\. Choose another path"):
+        resume(path, **options)
+    assert contents(path) == before
+
+
+def test_another_model_or_text_is_refused_by_name_and_nothing_is_touched(
+    resume, make_model, make_text, model, text, make_recording: MakeRecording, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.vlens"
+    with pytest.raises(Crash):
+        resume(path, on_progress=crash_after(3))
+    before = contents(path)
+    with pytest.raises(RecordingError, match=r"\(model differs"):
+        make_recording(make_model(3), text, path)
+    with pytest.raises(RecordingError, match=r"\(data_sha256 differs\)"):
+        make_recording(model, make_text(seed=7), path)
+    with pytest.raises(RecordingError, match=r"\(dtype differs\)"):
+        make_recording(make_model(2, dtype=torch.float64), text, path)
+    assert contents(path) == before
+
+
+def test_a_second_writer_is_refused_and_the_first_is_unharmed(
+    resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+) -> None:
+    path, refused = tmp_path / "r.vlens", []
+
+    def barge_in(done: int, total: int) -> None:
+        before = contents(path)
+        with pytest.raises(StorageError, match="another process is writing this recording; wait for it") as caught:
+            resume(path)
+        assert contents(path) == before
+        refused.append(caught.value)
+
+    assert_whole(resume(path, on_progress=barge_in), unbroken, text)
+    assert len(refused) == len(text.tokens)
+
+
+def test_a_folder_that_holds_something_else_is_refused_and_not_touched(resume, tmp_path: Path) -> None:
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "chapter1.tex").write_text("years of work")
+    with pytest.raises(RecordingError, match=r"not an empty folder nor a recording \(holds chapter1\.tex\)"):
+        resume(folder)
+    assert [p.name for p in folder.iterdir()] == ["chapter1.tex"]
+    assert (folder / "chapter1.tex").read_text() == "years of work"
+
+
+def test_a_path_that_is_a_file_is_refused_and_not_touched(resume, tmp_path: Path) -> None:
+    file = tmp_path / "notes.vlens"
+    file.write_text("notes")
+    with pytest.raises(VisitlensError, match=r"notes\.vlens"):
+        resume(file)
+    assert file.read_text() == "notes"
+
+
+def test_an_empty_folder_and_a_deep_new_path_are_fine(resume, unbroken, text, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert_whole(resume(tmp_path / "empty"), unbroken, text)
+    assert_whole(resume(tmp_path / "a" / "b" / "r.vlens"), unbroken, text)
+
+
+def test_an_error_in_the_model_leaves_the_collector_clean(
+    model: LoopedMoE, text: PackedTokens, make_collector, tmp_path: Path
+) -> None:
+    from visitlens.hooks.recorder import RecordingOptions, record
+
+    collector = make_collector(model, text)
+    with pytest.raises(Crash):
+        record(
+            model, text, tmp_path / "r", collector, RecordingOptions(), provenance={}, on_progress=crash_after(2)
+        )
+    assert not any(t.count.any() for t in collector.take().values())
+    assert not any(point.has_hooks() for point in model.hook_dict.values())
+
+
+# Damaged recordings
+
+
+@pytest.fixture
+def recorded(unbroken: Recording, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(unbroken.path, tmp_path / "copy.vlens"))
+
+
+def test_a_missing_path_says_how_to_make_a_recording(tmp_path: Path) -> None:
+    with pytest.raises(RecordingError, match=r"nowhere: no recording there; make one with `visitlens record`"):
+        visitlens.open(tmp_path / "nowhere")
+    with pytest.raises(RecordingError, match=r"a recording is a folder with manifest\.json and shards/"):
+        visitlens.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", "{}", '{"format": "other"}', '{"format": "visitlens-recording", "schema_version": "1.0.0"}'],
+)
+def test_a_damaged_manifest_is_refused(text: str, recorded: Path) -> None:
+    (recorded / "manifest.json").write_text(text)
+    with pytest.raises(RecordingError, match=r"manifest\.json"):
+        visitlens.open(recorded)
+
+
+def test_a_manifest_of_another_major_version_is_refused(recorded: Path) -> None:
+    manifest = json.loads((recorded / "manifest.json").read_text())
+    (recorded / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "2.0.0"}))
+    with pytest.raises(RecordingError, match=r"schema version 2\.0\.0 needs another visitlens; this one reads 1\."):
+        visitlens.open(recorded)
+    (recorded / "manifest.json").write_text(json.dumps({**manifest, "schema_version": "1.7.3"}))
+    assert visitlens.open(recorded).recording.tokens
+
+
+def test_files_of_another_major_version_are_refused(recorded: Path, resume) -> None:
+    for name in ("summary.h5", "shards/w00-000000.h5"):
+        with h5py.File(recorded / name, "r+") as file:
+            file.attrs["schema_version"] = np.bytes_("3.1.0")
+    with pytest.raises(RecordingError, match=r"schema version 3\.1\.0"):
+        _ = visitlens.open(recorded).measures
+    with pytest.raises(RecordingError, match=r"schema version 3\.1\.0"):
+        resume(recorded)
+
+
+@pytest.mark.parametrize("damage", ["longer", "shorter", "gone"])
+def test_a_shard_of_the_wrong_size_is_refused_by_name(damage: str, recorded: Path) -> None:
+    shard = recorded / "shards" / "w00-000001.h5"
+    data = shard.read_bytes()
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(data + b"\0" if damage == "longer" else data[:-100])
+    run = visitlens.open(recorded)
+    assert run.stat("sink_mass").values.shape  # the summary is another file
+    with pytest.raises(RecordingError, match=r"w00-000001\.h5"):
+        run.recording.token_table()
+
+
+def test_a_flipped_bit_in_a_shard_is_refused_by_name(recorded: Path) -> None:
+    shard = recorded / "shards" / "w00-000001.h5"
+    with h5py.File(shard) as file:
+        offset = file["tokens/id"].id.get_chunk_info(0).byte_offset
+    data = bytearray(shard.read_bytes())
+    data[offset + 12] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(RecordingError, match=r"w00-000001\.h5"):
+        visitlens.open(recorded).recording.token_table()
+
+
+def test_resuming_refuses_a_shard_that_has_changed(recorded: Path, unbroken: Recording, resume) -> None:
+    shard = recorded / "shards" / "w00-000001.h5"
+    with h5py.File(shard, "r+") as file:
+        file["tokens/id"][0] = 60
+    with pytest.raises(RecordingError, match=r"w00-000001\.h5: .*has changed since it was written"):
+        resume(recorded)
+
+
+def test_resuming_refuses_a_gap_in_the_shards(recorded: Path, resume) -> None:
+    (recorded / "shards" / "w00-000001.h5").unlink()
+    with pytest.raises(RecordingError, match=r"w00-000002\.h5: doesn't follow the shard before it"):
+        resume(recorded)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])
+def test_a_damaged_summary_is_refused_by_name(damage: str, recorded: Path) -> None:
+    summary = recorded / "summary.h5"
+    data = summary.read_bytes()
+    summary.unlink()
+    if damage != "gone":
+        summary.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"garbage" * 100)
+    with pytest.raises(RecordingError, match=r"summary\.h5"):
+        _ = visitlens.open(recorded).measures
+
+
+def test_a_summary_of_another_run_is_refused(recorded: Path, looped_recording: RecordedRun) -> None:
+    shutil.copy(looped_recording.recording.path / "summary.h5", recorded / "summary.h5")
+    with pytest.raises(RecordingError, match="belongs to another run than the manifest"):
+        _ = visitlens.open(recorded).measures
+
+
+def test_an_hdf5_file_that_is_no_recording_is_refused(recorded: Path) -> None:
+    with h5py.File(recorded / "summary.h5", "w") as file:
+        file["x"] = np.arange(3)
+    with pytest.raises(RecordingError, match="an HDF5 file, but not of a visitlens recording"):
+        _ = visitlens.open(recorded).measures
+
+
+def test_every_error_is_a_visitlens_error_and_a_builtin_one() -> None:
+    assert issubclass(StorageError, OSError) and issubclass(RecordingError, ValueError)
+    assert all(issubclass(error, VisitlensError) for error in (StorageError, RecordingError, InputError))
