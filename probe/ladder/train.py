@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,12 @@ class TrainingRecipe:
     weight_decay: float = 0.1
     clip: float = 1.0
     dyck_share: float = 0.2
+    late_dyck_share: float = 0.35
+    late_dyck_from: int = 3_400_000
+    """Tokens after which Dyck prompts take `late_dyck_share`: small models need text first, then many prompts."""
+    whole_documents_until: int = 0
+    """Tokens before which a long document fills consecutive contexts; from then on its pieces are shuffled among all
+    others, without which neighbouring batches are alike and the model chases each document in turn."""
     seed: int = 0
 
     def rate_at(self, seen: int) -> float:
@@ -63,7 +70,7 @@ class TrainingRecipe:
 
 
 class TrainingStream:
-    """Batches of packed contexts: shuffled documents, with a Dyck prompt whenever their share of tokens falls behind."""
+    """Batches of packed contexts: shuffled documents, with Dyck prompts as fast as their share of tokens asks."""
 
     def __init__(
         self, documents: list[np.ndarray], tokenizer: Any, recipe: TrainingRecipe, context: int, bos: int, eos: int
@@ -81,16 +88,37 @@ class TrainingStream:
         return torch.tensor(tokens), torch.tensor(segments)
 
     def _mixed(self) -> Iterator[np.ndarray]:
-        seed, share = self._recipe.seed, self._recipe.dyck_share
-        text, dyck, prompts, epoch = 0, 0, 0, 0
+        recipe = self._recipe
+        text, dyck, owed, prompts = 0, 0, 0.0, 0
+        pieces = self._whole_documents()
         while True:
-            for index in np.random.default_rng((seed, epoch)).permutation(len(self._documents)):
-                while dyck < share * (text + dyck):
-                    yield (prompt := self._dyck(prompts))
-                    dyck, prompts = dyck + len(prompt), prompts + 1
+            while dyck < owed:
+                yield (prompt := self._dyck(prompts))
+                dyck, prompts = dyck + len(prompt), prompts + 1
+            piece = next(pieces)
+            yield piece
+            seen = text + dyck
+            share = recipe.dyck_share if seen < recipe.late_dyck_from else recipe.late_dyck_share
+            text += len(piece)
+            owed += len(piece) * share / (1 - share)
+            if seen < recipe.whole_documents_until <= text + dyck:
+                pieces = self._shuffled_pieces()
+
+    def _whole_documents(self) -> Iterator[np.ndarray]:
+        if self._recipe.whole_documents_until == 0:
+            yield from self._shuffled_pieces()
+        for epoch in count():
+            for index in np.random.default_rng((self._recipe.seed, epoch)).permutation(len(self._documents)):
                 yield self._documents[index]
-                text += len(self._documents[index])
-            epoch += 1
+
+    def _shuffled_pieces(self) -> Iterator[np.ndarray]:
+        room = self._packer.context_length - 1
+        spans = [(i, start) for i, d in enumerate(self._documents) for start in range(0, len(d), room)]
+        for epoch in count():
+            for index in np.random.default_rng((self._recipe.seed, epoch)).permutation(len(spans)):
+                document, start = spans[index]
+                piece = self._documents[document][start : start + room]
+                yield piece if start == 0 else np.concatenate([[self._bos], piece]).astype(np.int32)
 
     def _dyck(self, index: int) -> np.ndarray:
         prompt = dyck_prompt((DYCK_TRAINING, self._recipe.seed, index), self._tokenizer, shots=index % (MAX_SHOTS + 1))
@@ -203,6 +231,8 @@ def main(
     learning_rate: float = 3e-3,
     batch: Annotated[int, typer.Option(help="contexts per update")] = 4,
     seed: int = 0,
+    late_dyck_from: Annotated[int, typer.Option(help="tokens after which Dyck prompts take 35 %")] = 3_400_000,
+    whole_documents_until: Annotated[int, typer.Option(help="tokens before which long documents stay in one run")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="updates between checkpoints")] = 250,
     validation_tokens: Annotated[int, typer.Option(help="per category at the end")] = 100_000,
     stop_after: Annotated[float, typer.Option(help="stop here, before the end, with a checkpoint")] = math.inf,
@@ -211,7 +241,14 @@ def main(
     torch.set_num_threads(1)  # two processes of one thread beat one process of two
     keep_freed_memory()
     model_config = LoopedMoEConfig.from_dict(json.loads(config.read_text()))
-    recipe = TrainingRecipe(int(tokens), batch, learning_rate, seed=seed)
+    recipe = TrainingRecipe(
+        int(tokens),
+        batch,
+        learning_rate,
+        seed=seed,
+        late_dyck_from=late_dyck_from,
+        whole_documents_until=whole_documents_until,
+    )
     out.mkdir(parents=True, exist_ok=True)
     tok = load_tokenizer(tokenizer)
     texts = corpus_tokens(corpus, "train", tok, tokenizer, model_config)
