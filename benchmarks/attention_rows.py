@@ -80,12 +80,12 @@ def naive(visits: Visits, segments: Segments) -> None:
                 scores = (q[:, h] @ k[:, h // groups].T * q.shape[2] ** -0.5).masked_fill_(masked, -torch.inf)
                 p = scores.softmax(-1)
                 scores.logsumexp(-1)
-                p[token, starts], p[:, :4].sum(-1), -torch.special.xlogy(p, p).sum(-1)
+                _ = p[token, starts], p[:, :4].sum(-1), -torch.special.xlogy(p, p).sum(-1)
                 maps.append((p, scores.argmax(-1), scores.topk(8, dim=-1).indices))
         for a, b in ((0, 2), (1, 3), (0, 1), (2, 3)):
             (p, top1, top8), (p_other, top1_other, top8_other) = maps[a], maps[b]
             (top8[:, :, None] == top8_other[:, None]).sum((1, 2))
-            torch.minimum(p, p_other).sum(-1), top1 == top1_other
+            _ = torch.minimum(p, p_other).sum(-1), top1 == top1_other
 
 
 def floor_seconds(case: Case) -> float:

@@ -145,10 +145,10 @@ def _check(visits: Sequence[tuple[Tensor, Tensor]], segments: Segments, scale: f
         )
     if any(a.shape != q.shape or b.shape != k.shape for a, b in visits):
         raise InputError(f"expected the same shapes at every visit, got {[(*a.shape, *b.shape) for a, b in visits]}")
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    if not 0 < scale < math.inf:  # the order of the scores is read before the scale is applied
-        raise InputError(f"expected a positive, finite scale, got {scale}")
-    return scale
+    factor = float(q.shape[2] ** -0.5 if scale is None else scale)
+    if not 0 < factor < math.inf:  # the order of the scores is read before the scale is applied
+        raise InputError(f"expected a positive, finite scale, got {factor}")
+    return factor
 
 
 _PANEL_ROWS = 64
@@ -173,29 +173,28 @@ def torch_visit_overlaps(
     for v, (q, k) in enumerate(visits):
         queries[v, :, :tokens] = q.transpose(0, 1)
         keys[v, :, :, :tokens] = k.permute(1, 2, 0)
-    small = tokens > 0 and 1e-20 < scale < 1e6 and bool(queries.abs().max() * keys.abs().max() * d < 1e20)
+    hidden = torch.ones(_PANEL_ROWS, _PANEL_ROWS + _ALIGNED, dtype=torch.bool, device=q.device).triu_(1)
+    if tokens and 1e-20 < scale < 1e6 and bool(queries.abs().max() * keys.abs().max() * d < 1e20):  # False with a NaN
+        hidden = hidden * torch.tensor(_HIDDEN, dtype=dtype, device=q.device)
     pairs = list(combinations(range(num_visits), 2)) if overlaps else []
     controls = num_visits if overlaps and heads > 1 else 0
     rows = queries.new_empty(4, num_visits, heads, tokens + 1)
     compared = queries.new_empty(3, len(pairs) + controls, heads, tokens + 1)
-    control, half = compared[:, len(pairs) :], heads // 2
+    control, half, every = compared[:, len(pairs) :], heads // 2, (slice(None), slice(None))
+    # Heads 0, 1, ... against half, half + 1, ...; an odd number of heads then goes round to the first ones.
+    ring = [(slice(0, heads - half), slice(half, heads)), (slice(heads - half, heads), slice(0, half))]
 
     panels = list(_panels(segments, num_visits * heads, q.device))
     buffers = queries.new_empty(3, num_visits * heads * max((math.prod(p.shape) for p in panels), default=0))
     for panel in panels:
-        tile = _Tile(panel, queries, keys, buffers, small)
+        tile = _Tile(panel, queries, keys, buffers, hidden)
         panel.store(rows, tile.row_values(scale))
         if overlaps:
             tile.find_tops()
         for n, (a, b) in enumerate(pairs):
             panel.store(compared[:, n], tile.overlap_values((a,), (b,)))
-        if controls:
-            every = (slice(None), slice(None))
-            values = tile.overlap_values((*every, slice(0, heads - half)), (*every, slice(half, heads)))
-            panel.store(control[:, :, : heads - half], values)
-        if controls and heads % 2:  # the rest of the ring
-            values = tile.overlap_values((*every, slice(heads - half, heads)), (*every, slice(0, half)))
-            panel.store(control[:, :, heads - half :], values)
+        for one, other in ring[: 1 + heads % 2] if controls else ():
+            panel.store(control[:, :, one], tile.overlap_values((*every, one), (*every, other)))
     if heads % 2 == 0:  # a control is the same from both of its heads
         control[:, :, half:] = control[:, :, :half]
 
@@ -273,10 +272,10 @@ def _panels(segments: Segments, maps: int, device: torch.device) -> Iterator[_Pa
 class _Tile:
     """Scores and weights of one panel, [visit, document, head, row, key], in three buffers that are used again.
 
-    `small` says that every score is finite and small against `_HIDDEN`, which makes hiding future keys cheap.
+    `hidden` [row, key] is true for future keys; or, several times faster, what to add to their scores.
     """
 
-    def __init__(self, panel: _Panel, queries: Tensor, keys: Tensor, buffers: Tensor, small: bool) -> None:
+    def __init__(self, panel: _Panel, queries: Tensor, keys: Tensor, buffers: Tensor, hidden: Tensor) -> None:
         (num_visits, heads, _, d), kv_heads = queries.shape, keys.shape[1]
         documents, rows, columns = panel.shape
         q = panel.take(queries, 2, panel.rows).transpose(1, 2)  # [visit, document, head, row, d]
@@ -286,13 +285,12 @@ class _Tile:
         batch = num_visits * documents * kv_heads
         # The query heads of one key head are stacked as rows of one product.
         torch.bmm(q.reshape(batch, -1, d), k.reshape(batch, d, columns), out=self.scores.view(batch, -1, columns))
-        self.small = small
         self.last_keys = slice(panel.future_from, columns)
-        self.future = q.new_ones(rows, columns - panel.future_from, dtype=torch.bool).triu_(1)
-        if small:
-            self.scores[..., self.last_keys].add_(self.future.to(q.dtype) * _HIDDEN)
+        self.hidden = hidden[:rows, : columns - panel.future_from]
+        if self.hidden.dtype == torch.bool:
+            self.scores[..., self.last_keys].masked_fill_(self.hidden, -math.inf)
         else:
-            self.scores[..., self.last_keys].masked_fill_(self.future, -math.inf)
+            self.scores[..., self.last_keys].add_(self.hidden)
 
     def row_values(self, scale: float) -> Tensor:
         """Log-sum-exp, sink mass, first-4 mass and entropy: [4, visit, document, head, row]. Fills the weights.
@@ -304,8 +302,7 @@ class _Tile:
         exponents = torch.add(peak * (-scale * _LOG2_E), self.scores, alpha=scale * _LOG2_E, out=self.spare)
         torch.exp2(exponents, out=self.weights)
         total = self.weights.sum(-1, keepdim=True)
-        if not self.small:  # 0 times -inf would be NaN, of future keys and of others; real NaNs pass through the clamp
-            exponents[..., self.last_keys].masked_fill_(self.future, 0)
+        if self.hidden.dtype == torch.bool:  # 0 times -inf would be NaN; real NaNs pass through the clamp
             exponents.clamp_(min=-1e5)
         mean = _row_dot(self.weights, exponents) / total.squeeze(-1)
         self.weights.mul_(1 / total)
@@ -322,16 +319,11 @@ class _Tile:
         if self.scores.shape[-1] <= _TOP:
             self.scores.zero_()
             return
-        eighth, ninth = _eighth_and_ninth(self.scores, self.spare)
-        tied = (eighth == ninth).squeeze(-1)
-        some_tied = bool(tied.any())
-        if some_tied:  # of the keys level with the 8th, the first complete the 8
-            scores, eighth_of_tied = self.scores[tied], eighth[tied]
-            above, level = scores > eighth_of_tied, scores == eighth_of_tied
-            room = _TOP - above.sum(-1, keepdim=True)
-            chosen = (above | (level & (level.cumsum(-1) <= room))).to(self.scores.dtype)
+        eighth, tied = _eighth(self.scores, self.spare)
+        tied[..., : max(0, _TOP - self.last_keys.start)] = False  # rows that see up to 8 keys
+        chosen = _first_eight(self.scores[tied], eighth[tied]) if tied.any() else None
         self.scores.ge_(eighth)
-        if some_tied:
+        if chosen is not None:
             self.scores[tied] = chosen
 
     def overlap_values(self, first: tuple, second: tuple) -> Tensor:
@@ -344,24 +336,33 @@ class _Tile:
         return torch.stack([match.to(mass.dtype), shared, mass])
 
 
+def _first_eight(scores: Tensor, eighth: Tensor) -> Tensor:
+    """1 at the top 8 of rows in which more keys reach the 8th largest score: the first of those complete the 8."""
+    above, level = scores > eighth, scores == eighth
+    room = _TOP - above.sum(-1, keepdim=True)
+    return (above | (level & (level.cumsum(-1) <= room))).to(scores.dtype)
+
+
 # NumPy's reductions of a row are several times faster than torch's on the CPU, and its partition than topk.
 
 
 def _row_argmax(x: Tensor) -> Tensor:
-    return x.argmax(-1) if x.is_cuda else torch.from_numpy(x.numpy().argmax(-1))  # both return the first of equals
+    return torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)  # the first of equals
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda:
+    if a.device.type != "cpu":
         return (a * b).sum(-1)
     with np.errstate(invalid="ignore"):
         return torch.from_numpy(np.vecdot(a.numpy(), b.numpy()))
 
 
-def _eighth_and_ninth(scores: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """8th and 9th largest of each row [..., 1], equals counted apart. Overwrites `spare`."""
-    if scores.is_cuda:
-        return scores.topk(_TOP + 1, dim=-1).values[..., _TOP - 1 :].split(1, dim=-1)
+def _eighth(scores: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """8th largest of each row [..., 1], and whether the 9th equals it [...]. Overwrites `spare`."""
+    if scores.device.type != "cpu":
+        largest = scores.topk(_TOP + 1, dim=-1).values
+        return largest[..., _TOP - 1 : _TOP], largest[..., _TOP - 1] == largest[..., _TOP]
     at = scores.shape[-1] - _TOP
     spare.copy_(scores).numpy().partition(at, axis=-1)
-    return spare[..., at : at + 1].clone(), spare[..., :at].amax(-1, keepdim=True)
+    eighth = spare[..., at : at + 1].clone()
+    return eighth, spare.ge_(eighth).sum(-1) > _TOP

@@ -5,7 +5,7 @@
 sorting network without a branch, a query costs nothing but its keys, and nothing larger than those 16 rows is held.
 
 The vectors are a type of their own (`Lanes`), because numba leaves such loops scalar: it can't know that two arrays
-don't overlap. Nothing is compiled with fast-math: multiply-adds are fused where `_fused` says so and nowhere else,
+don't overlap. Nothing is compiled with fast-math: multiply-adds are fused where `_fma` says so and nowhere else,
 and no sum is reordered.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ _LANES = 8  # of a vector
 _STEP = 2 * _LANES  # queries computed together
 _TOP = 8
 _BLOCK = 64  # keys whose weights are summed before they join the sum of all
-_QUERY_BLOCK = 2**20  # query numbers that are converted and handed over at a time
+_QUERY_BLOCK = 2**18  # numbers of queries that are converted and handed over at a time
 
 
 def numba_visit_overlaps(
@@ -51,10 +52,16 @@ def numba_visit_overlaps(
     longest = max((end - start for start, end in segments.spans), default=0)
     work = torch.empty(2, plan.members.shape[1], (longest + 2 * _STEP) * _STEP)
     block = max(1, _QUERY_BLOCK // (num_visits * heads * d * _STEP)) * _STEP
+    packed = torch.empty(num_visits * min(block, tokens) * heads * d)  # used again: fresh pages cost as much as a copy
     for first in range(0, tokens, block):
-        queries = torch.stack([q[first : first + block].float() for q, _ in visits])
-        arrays = (x.numpy() for x in (queries, keys, starts, values, compared, work))
-        _pass(*arrays, first, np.float32(scale * math.log2(math.e)), plan.members, plan.pairs)
+        size = min(block, tokens - first)
+        queries = packed[: num_visits * size * heads * d].view(num_visits, size, heads, d)
+        for v, (q, _) in enumerate(visits):
+            queries[v] = q[first : first + size]
+        _pass(
+            queries.numpy(), keys.numpy(), starts.numpy(), values.numpy(), compared.numpy(), work.numpy(), first,
+            np.float32(scale * math.log2(math.e)), plan.members, plan.pairs,
+        )  # fmt: skip
     if heads % 2 == 0:  # a control is the same from both of its heads
         compared[:, len(plan.across) :, heads // 2 :] = compared[:, len(plan.across) :, : heads // 2]
 
@@ -112,8 +119,9 @@ class Lanes(types.Type):
 
 
 lanes = Lanes(name="Lanes")
-_VECTOR, _FLOAT, _INT = ir.VectorType(ir.FloatType(), _LANES), ir.FloatType(), ir.IntType(32)
-_fused = get_host_cpu_features().get("fma", False) or platform.machine() in ("arm64", "aarch64")
+_VECTOR, _INT = ir.VectorType(ir.FloatType(), _LANES), ir.IntType(32)
+_intrinsic: Any = intrinsic  # which drops the typing context from the parameters: more than a type checker knows
+_FUSED = get_host_cpu_features().get("fma", False) or platform.machine() in ("arm64", "aarch64")
 
 
 @register_model(Lanes)
@@ -135,7 +143,7 @@ def _spread(builder, x):
     return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), _repeated(_INT, 0))
 
 
-@intrinsic
+@_intrinsic
 def _load(typing_context, array, index):
     """Lanes from `array.ravel()[index:]`. The array is contiguous; the index isn't checked."""
 
@@ -146,7 +154,7 @@ def _load(typing_context, array, index):
     return lanes(array, types.intp), generate
 
 
-@intrinsic
+@_intrinsic
 def _store(typing_context, array, index, value):
     def generate(context, builder, signature, arguments):
         address = builder.bitcast(_address(context, builder, signature, arguments), _VECTOR.as_pointer())
@@ -156,7 +164,7 @@ def _store(typing_context, array, index, value):
     return types.void(array, types.intp, lanes), generate
 
 
-@intrinsic
+@_intrinsic
 def _load_one(typing_context, array, index):
     """Lanes that all hold `array.ravel()[index]`."""
 
@@ -166,13 +174,13 @@ def _load_one(typing_context, array, index):
     return lanes(array, types.intp), generate
 
 
-@intrinsic
+@_intrinsic
 def _all(typing_context, x):
     """Lanes that all hold x."""
     return lanes(types.float32), lambda context, builder, signature, arguments: _spread(builder, arguments[0])
 
 
-@intrinsic
+@_intrinsic
 def _power_of_two(typing_context, rounded):
     """2 ** n of the integers n in the low bits of `n + _ROUNDER`."""
 
@@ -183,12 +191,12 @@ def _power_of_two(typing_context, rounded):
     return lanes(lanes), generate
 
 
-@intrinsic
+@_intrinsic
 def _fma(typing_context, a, b, c):
     """a * b + c, rounded once where the processor can."""
 
     def generate(context, builder, signature, arguments):
-        if not _fused:
+        if not _FUSED:
             return builder.fadd(builder.fmul(arguments[0], arguments[1]), arguments[2])
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
         return builder.call(get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32"), arguments)
@@ -199,7 +207,7 @@ def _fma(typing_context, a, b, c):
 def _choice(comparison: str):
     """x where a and b compare so, else y; no comparison with NaN holds."""
 
-    @intrinsic
+    @_intrinsic
     def choose(typing_context, a, b, x, y):
         def generate(context, builder, signature, arguments):
             a, b, x, y = arguments
@@ -214,7 +222,7 @@ _if_greater, _if_less, _if_equal, _if_at_least = _choice(">"), _choice("<"), _ch
 
 
 def _arithmetic(operation, instruction: str) -> None:
-    @intrinsic
+    @_intrinsic
     def apply(typing_context, a, b):
         def generate(context, builder, signature, arguments):
             return getattr(builder, instruction)(*arguments)
@@ -261,6 +269,12 @@ def _sort(a, b):
 
 
 @njit(cache=True, nogil=True)
+def _store_step(s, key, x, y):
+    _store(s, key * _STEP, x)
+    _store(s, key * _STEP + _LANES, y)
+
+
+@njit(cache=True, nogil=True)
 def _score(packed, d, k, row, at, last, s):
     """Products of `packed` [d, query] with keys 0 to `last`, 6 at a time; key n starts at k.ravel()[at + n * row]."""
     for key in range(0, last + 1, 6):
@@ -281,11 +295,12 @@ def _score(packed, d, k, row, at, last, s):
             x4, y4 = _fma(x, one, x4), _fma(y, one, y4)
             one = _load_one(k, k5 + n)
             x5, y5 = _fma(x, one, x5), _fma(y, one, y5)
-        out = key * _STEP
-        _store(s, out, x0), _store(s, out + 16, x1), _store(s, out + 32, x2)
-        _store(s, out + 48, x3), _store(s, out + 64, x4), _store(s, out + 80, x5)
-        _store(s, out + 8, y0), _store(s, out + 24, y1), _store(s, out + 40, y2)
-        _store(s, out + 56, y3), _store(s, out + 72, y4), _store(s, out + 88, y5)
+        _store_step(s, key, x0, y0)
+        _store_step(s, key + 1, x1, y1)
+        _store_step(s, key + 2, x2, y2)
+        _store_step(s, key + 3, x3, y3)
+        _store_step(s, key + 4, x4, y4)
+        _store_step(s, key + 5, x5, y5)
 
 
 @njit(cache=True, nogil=True)
@@ -316,8 +331,9 @@ def _find_top(s, keys, state):
     for lane in range(0, _STEP, _LANES):
         ta = tb = tc = td = te = tf = tg = th = _all(-_INFINITY)
         for at in range(lane, keys * _STEP, _TOP * _STEP):
-            a, b, c, d = _load(s, at), _load(s, at + 16), _load(s, at + 32), _load(s, at + 48)
-            e, f, g, h = _load(s, at + 64), _load(s, at + 80), _load(s, at + 96), _load(s, at + 112)
+            a, b, c, d = _load(s, at), _load(s, at + _STEP), _load(s, at + 2 * _STEP), _load(s, at + 3 * _STEP)
+            e, f = _load(s, at + 4 * _STEP), _load(s, at + 5 * _STEP)
+            g, h = _load(s, at + 6 * _STEP), _load(s, at + 7 * _STEP)
             # The 19 comparisons that sort 8 numbers.
             (a, c), (b, d), (e, g), (f, h) = _sort(a, c), _sort(b, d), _sort(e, g), _sort(f, h)
             (a, e), (b, f), (c, g), (d, h) = _sort(a, e), _sort(b, f), _sort(c, g), _sort(d, h)

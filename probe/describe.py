@@ -1,6 +1,6 @@
 """Writes docs/measures.md from the Measure objects themselves.
 
-    python -m visitlens.probe.describe > docs/measures.md
+python -m visitlens.probe.describe > docs/measures.md
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import INTERVAL
 from visitlens.probe.measure import Measure, StatArray, json_numbers
@@ -79,7 +79,12 @@ class Finding:
 
 
 def findings(pair: Pair) -> list[Finding]:
-    """Every claim, in the paper's order."""
+    """Every claim, in the paper's order.
+
+    Raises:
+        InputError: there is no looped recording.
+    """
+    _looped(pair)
     return [_find(claim, pair) for claim in CLAIMS]
 
 
@@ -102,7 +107,7 @@ def verdict(difference: StatArray, direction: int) -> tuple[str, str]:
     low, high = (float(bound) * direction for bound in difference.interval())
     low, high = min(low, high), max(low, high)
     if np.isnan(low):
-        return OPEN, "there is no interval: it needs two groups of documents"
+        return OPEN, "there is no interval: too few groups of documents"
     if low > 0:
         return HOLDS, "the whole interval lies on the claimed side"
     if high < 0:
@@ -113,7 +118,7 @@ def verdict(difference: StatArray, direction: int) -> tuple[str, str]:
 def _find(claim: Claim, pair: Pair) -> Finding:
     try:
         evidence = claim.evidence(pair)
-    except RecordingError as error:
+    except (RecordingError, InputError) as error:  # InputError: layers with unequal numbers of visits
         return Finding(claim, UNMEASURED, str(error))
     by_layer = evidence.difference
     difference = by_layer.mean("layer") if by_layer.axes else by_layer
@@ -195,7 +200,7 @@ def _update_cosine(pair: Pair) -> Evidence:
     same, other = _looped(pair).update_cosine_same_layer(), _looped(pair).update_cosine_other_layers()
     if not other.values.size:
         raise RecordingError("one layer is looped, so there are no two different layers to compare")
-    mean, other_mean = same.mean("layer"), other.mean("layers")
+    mean, other_mean = same.mean("layer"), other.mean("layer_pair")
     return Evidence(mean, other_mean, _minus(mean, other_mean))
 
 
@@ -258,7 +263,7 @@ CLAIMS = (
           "experts", "shared", "load-aware chance", 1, _shared_over_load),
     *(Claim(f"norm-ratio-{component.replace('_', '-')}", "6.2", f"The {words} is larger at the later visit",
             "1.2 to 3.5, above 1 in 16 of 16 models",
-            "ratio", "later visit over earlier", "no change", 1, _norm_ratio(component)) for component, words in _NORMS),
+            "ratio", "later/earlier", "no change", 1, _norm_ratio(component)) for component, words in _NORMS),
     Claim("relative-update", "6.2", "The update relative to the residual stream is larger at the later visit",
           "larger, except in a few early layers at 100M",
           "ratio", "last visit", "first visit", 1, _visits("relative_update")),

@@ -91,7 +91,9 @@ class StatArray:
     def mean(self, axis: str) -> StatArray:
         """Uniform mean over one axis, leaving out elements that were never measured (NaN)."""
         at = self._axis(axis)
-        return self._drop(axis, lambda a, lead: _nanmean(a, at + lead), f"{self.aggregation}, mean over {axis}s")
+        return self._drop(
+            axis, lambda a, lead: _nanmean(a, at + lead), f"{self.aggregation}, mean over {axis.replace('_', ' ')}s"
+        )
 
     def sel(self, **chosen: Any) -> StatArray:
         """The elements with these labels: `sel(layer=3)`; a list or a function of the label keeps the axis."""
@@ -99,6 +101,8 @@ class StatArray:
         for axis, want in chosen.items():
             at = result._axis(axis)
             labels = list(result.labels[axis])
+            if isinstance(want, list) and any(label not in labels for label in want):
+                raise InputError(f"{result.measure.name} has no {axis} {want!r}; it has {labels}")
             if callable(want) or isinstance(want, list):
                 keep = [i for i, label in enumerate(labels) if (want(label) if callable(want) else label in want)]
                 result = replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class RecordedRun:
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
         self.plan = recording.plan
+        self._stats: dict[str, StatArray] = {}
 
     @property
     def name(self) -> str:
@@ -74,6 +76,8 @@ class RecordedRun:
         Raises:
             RecordingError: the recording doesn't hold it (the message names what it holds, or why not).
         """
+        if name in self._stats:
+            return self._stats[name]
         totals = self.recording.totals.get(name)
         if totals is None:
             near = difflib.get_close_matches(name, self.measures, 3) or self.measures
@@ -82,7 +86,7 @@ class RecordedRun:
         grouped = totals.total.shape[0] == self.groups
         measure = Measure.from_attributes(name, totals.attributes, grouped)
         values, replicates = mean_and_replicates(totals.total, totals.count, self._weights if grouped else None)
-        return StatArray(
+        self._stats[name] = StatArray(
             measure=measure,
             values=values,
             replicates=replicates,
@@ -91,6 +95,7 @@ class RecordedRun:
             tokens=self.recording.tokens,
             provenance=self.provenance,
         )
+        return self._stats[name]
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -115,8 +120,26 @@ class RecordedRun:
         steps = [s for s in self.plan.steps if s.visit == visit and s.layer in self.plan.looped_layers]
         if not steps:
             raise InputError(f"no looped layer has a visit {visit}; visits per layer are {self.plan.visits}")
-        stat = self.stat(name).sel(step=lambda step: step in steps)
-        return _relabel(stat, "step", "layer", [s.layer for s in steps])
+        return self._at_steps(name, steps)
+
+    def both_visits(self, name: str, visits: tuple[int, int] | None = None) -> tuple[StatArray, StatArray]:
+        """A `step` measure at the earlier and at the later visit of each looped layer, each with a `layer` axis."""
+        pairs = self._pairs(visits)
+        return self._at_steps(name, [p.earlier for p in pairs]), self._at_steps(name, [p.later for p in pairs])
+
+    def _at_steps(self, name: str, steps: list[Step]) -> StatArray:
+        """The chosen steps, by layer."""
+        steps = sorted(steps, key=lambda step: step.layer)
+        stat = self.stat(name)
+        at = stat.axes.index("step")
+        order = [step.index for step in steps]
+        chosen = replace(
+            stat,
+            values=stat.values.take(order, at),
+            replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
+            labels={**stat.labels, "step": steps},
+        )
+        return _relabel(chosen, "step", "layer", [step.layer for step in steps])
 
     # Expert routing (6.1)
 
@@ -144,7 +167,6 @@ class RecordedRun:
 
     def expert_overlap_chance_by_load(self, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer] overlap expected if each visit chose independently by its own expert loads."""
-        a, b = self._visit_numbers(visits)
         k = self.recording.config["experts_per_token"]
         measure = Measure(
             "expert_overlap_chance_by_load",
@@ -154,9 +176,8 @@ class RecordedRun:
             "sum over experts of f1(e) f2(e), / k; f_v(e) = share of tokens that use e at visit v.",
             "ours",
         )
-        product = self.at_visit("expert_load", a).combine(
-            self.at_visit("expert_load", b), lambda x, y: x * y / k, measure
-        )
+        earlier, later = self.both_visits("expert_load", visits)
+        product = earlier.combine(later, lambda x, y: x * y / k, measure)
         experts = len(product.labels["expert"])
         mean = product.mean("expert")
         return mean.combine(experts, np.multiply, mean.measure)
@@ -190,8 +211,7 @@ class RecordedRun:
             return attn.combine(moe, lambda x, y: (x + y) / 2, measure)
         if component not in _NORM_MEASURES:
             raise InputError(f"expected a component among norm_output, {', '.join(_NORM_MEASURES)}, got {component!r}")
-        a, b = self._visit_numbers(visits)
-        earlier, later = self.at_visit(_NORM_MEASURES[component], a), self.at_visit(_NORM_MEASURES[component], b)
+        earlier, later = self.both_visits(_NORM_MEASURES[component], visits)
         return later.combine(earlier, np.divide, _ratio_measure(component, earlier.measure.title))
 
     def update_cosine(self) -> StatArray:
@@ -213,14 +233,14 @@ class RecordedRun:
         return self._cosine_cells(cells, measure, [pair.layer for pair in pairs])
 
     def update_cosine_other_layers(self, visits: tuple[int, int] | None = None) -> StatArray:
-        """[layers] the same between different layers of the two visits: what the diagonal is compared with."""
+        """[layer_pair] the same between different layers of the two visits: what the diagonal is compared with."""
         pairs = self._pairs(visits)
         crossed = [(a, b) for a in pairs for b in pairs if a.layer != b.layer]
         cells = [(a.earlier.index, b.later.index) for a, b in crossed]
         measure = Measure(
             "update_cosine_other_layers",
             "Update cosine, different layers at two visits",
-            ("layers",),
+            ("layer_pair",),
             "cosine",
             "cos(d, d') of different layers' updates, one at each visit.",
             "6.2, html Figure 24",
@@ -239,8 +259,7 @@ class RecordedRun:
 
     def attended_control(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer, head] of the same between head h and head h + n_h/2 at one visit, averaged over the two visits."""
-        a, b = self._visit_numbers(visits)
-        first, second = self.at_visit(f"{name}_control", a), self.at_visit(f"{name}_control", b)
+        first, second = self.both_visits(f"{name}_control", visits)
         return first.combine(second, lambda x, y: (x + y) / 2, first.measure)
 
     def sink_mass(self) -> StatArray:
@@ -259,10 +278,6 @@ class RecordedRun:
             tokens=full.tokens,
             provenance=full.provenance,
         )
-
-    def _visit_numbers(self, visits: tuple[int, int] | None) -> tuple[int, int]:
-        pair = self._pairs(visits)[0]
-        return pair.earlier.visit, pair.later.visit
 
     def _pairs(self, visits: tuple[int, int] | None) -> tuple[Any, ...]:
         if not self.looped:
@@ -300,8 +315,6 @@ def step_label(step: Step) -> str:
 
 
 def _relabel(stat: StatArray, old: str, new: str, labels: list[Any]) -> StatArray:
-    from dataclasses import replace
-
     axes = tuple(new if axis == old else axis for axis in stat.axes)
     kept = {axis: values for axis, values in stat.labels.items() if axis != old}
     return replace(stat, measure=replace(stat.measure, axes=axes), labels={**kept, new: labels})

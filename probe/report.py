@@ -205,7 +205,7 @@ def _cell(value: StatArray | float | None) -> str:
 def _figure(drawing: Drawing, chosen: Theme, files: Sequence[str]) -> str:
     figure, data = drawing.figure, drawing.data
     picture = next((file for file in files if file.endswith((".svg", ".png"))), None)
-    charts = chart(data, {scheme: figure.draw(data, theme) for scheme, theme in chosen.by_scheme.items()}, picture)
+    charts = chart(data, {scheme: drawing.plot(theme) for scheme, theme in chosen.by_scheme.items()}, picture)
     return f"""<section id="section-{figure.slug}">
 <h2>{escape(figure.title)}</h2>
 <p class="lead">{escape(figure.question)}</p>

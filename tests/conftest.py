@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.probe.collect import StatisticsCollector
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.probe.ladder.documents import pack
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
@@ -33,12 +33,17 @@ def make_model() -> Callable[..., LoopedMoE]:
     """Factory: `make_model(visits=2, dtype=torch.float32, seed=1, **config)`; one visit is the Baseline (empty span)."""
 
     def build(visits: int = 2, *, dtype: torch.dtype = torch.float32, seed: int = 1, **changes: Any) -> LoopedMoE:
-        sizes: dict[str, Any] = dict(
-            vocab_size=VOCABULARY, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4
-        )
-        sizes |= dict(num_experts=10, expert_dim=8, experts_per_token=3, context_length=64)
+        sizes: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 16,
+            "num_layers": 4,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 4,
+        }
+        sizes |= {"num_experts": 10, "expert_dim": 8, "experts_per_token": 3, "context_length": 64}
         if visits > 1:
-            sizes |= dict(loop_start=1, loop_stop=3, visits=visits)
+            sizes |= {"loop_start": 1, "loop_stop": 3, "visits": visits}
         model = LoopedMoE(LoopedMoEConfig(**{**sizes, **changes}))
         model.init_weights(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -89,7 +94,7 @@ def make_collector() -> Callable[..., StatisticsCollector]:
 
 @pytest.fixture(scope="session")
 def make_recording(make_collector: Callable[..., StatisticsCollector]) -> Callable[..., RecordedRun]:
-    """Factory: `make_recording(model, text, path, **options)` records and opens."""
+    """Factory: `make_recording(model, text, path, measures=None, **options)` records and opens."""
 
     def build(
         model: LoopedMoE,
@@ -97,6 +102,7 @@ def make_recording(make_collector: Callable[..., StatisticsCollector]) -> Callab
         path: Path,
         *,
         level: str = "tokens",
+        measures: Sequence[str] | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         **options: Any,
     ) -> RecordedRun:
@@ -104,7 +110,7 @@ def make_recording(make_collector: Callable[..., StatisticsCollector]) -> Callab
             model,
             text,
             path,
-            make_collector(model, text, groups=options.get("groups", 128)),
+            make_collector(model, text, measures, groups=options.get("groups", 128)),
             RecordingOptions(level=level, **options),
             provenance={"weights_sha256": "0" * 64, "text": "random", "note": "random weights"},
             attention_implementation="torch",
@@ -124,16 +130,16 @@ def recordings(
 ) -> dict[str, RecordedRun]:
     """Looped (2 visits), Baseline and three-visit models of 4 layers, layers 1-2 looped, 8 experts a token, over one
     text of 60 documents, at level `tokens`."""
-    lengths = [*LENGTHS, *np.random.default_rng(7).integers(2, 90, 60 - len(LENGTHS))]
+    lengths = [*LENGTHS, *np.random.default_rng(7).integers(2, 60, 60 - len(LENGTHS))]
     text = make_text(seed=3, lengths=lengths, context=64)
     folder = tmp_path_factory.mktemp("recordings")
-    sizes = dict(hidden_size=32, head_dim=8, experts_per_token=8)
+    sizes = {"hidden_size": 32, "head_dim": 8, "experts_per_token": 8}
     models = {
         "looped": make_model(2, num_experts=16, **sizes),
         "baseline": make_model(1, num_experts=12, **sizes),
         "three": make_model(3, num_experts=16, **sizes),
     }
-    return {name: make_recording(model, text, folder / f"{name}.vlens") for name, model in models.items()}
+    return {name: make_recording(model, text, folder / f"{name}.vlens", batch=4) for name, model in models.items()}
 
 
 @pytest.fixture(scope="session")

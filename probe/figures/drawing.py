@@ -107,11 +107,15 @@ def line(
 
 def bars(entry: Mapping[str, Any]) -> tuple[list[float | None], list[float | None]]:
     """Lengths of a one-axis series' interval bars above and below its values."""
-    up, down = [], []
+    up: list[float | None] = []
+    down: list[float | None] = []
     for value, low, high in zip(entry["values"], entry["low"], entry["high"], strict=True):
-        missing = value is None or low is None or high is None
-        up.append(None if missing else max(high - value, 0.0))
-        down.append(None if missing else max(value - low, 0.0))
+        if value is None or low is None or high is None:
+            up.append(None)
+            down.append(None)
+        else:
+            up.append(max(high - value, 0.0))
+            down.append(max(value - low, 0.0))
     return up, down
 
 
@@ -161,10 +165,14 @@ def largest(*grids: Sequence[Sequence[float | None]]) -> float:
     return max((abs(value) for grid in grids for row in grid for value in row if value is not None), default=0.0)
 
 
-def cell_axes(figure: go.Figure, x: Sequence[str], y: Sequence[str], most: int, **where: int) -> None:
+def cell_axes(
+    figure: go.Figure, x: Sequence[str], y: Sequence[str], most: int, *, row: int | None = None, col: int | None = None
+) -> None:
     """Category axes of a heat map: the first row on top, ticks thinned, no grid behind the cells."""
-    figure.update_xaxes(type="category", tickvals=every(x, most), showgrid=False, **where)
-    figure.update_yaxes(type="category", tickvals=every(y, most), showgrid=False, autorange="reversed", **where)
+    figure.update_xaxes(type="category", tickvals=every(x, most), showgrid=False, row=row, col=col)
+    figure.update_yaxes(
+        type="category", tickvals=every(y, most), showgrid=False, autorange="reversed", row=row, col=col
+    )
 
 
 def every(labels: Sequence[Any], most: int = 16) -> list[Any]:

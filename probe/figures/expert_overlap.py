@@ -28,11 +28,11 @@ class ExpertOverlap(Figure):
     )
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
-        config = looped.recording.config
-        k, experts = config["experts_per_token"], config["num_experts"]
         histogram = looped.shared_experts().mean("layer")
         count = looped.between_visits("shared_expert_count").mean("layer")
         by_load = looped.expert_overlap_chance_by_load().mean("layer")
+        config = looped.recording.config
+        k, experts = config["experts_per_token"], config["num_experts"]
         distribution = hypergeometric(experts, k)
         shared = list(range(k + 1))
         drawn = {

@@ -9,7 +9,8 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,16 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure and the data that it draws."""
+    """A figure and the data that it draws; each theme's picture is drawn once, when it is needed."""
 
     figure: Figure
     data: Mapping[str, Any]
+    _plots: dict[str, go.Figure] = field(default_factory=dict, repr=False, compare=False)
+
+    def plot(self, theme: Theme) -> go.Figure:
+        if theme.name not in self._plots:
+            self._plots[theme.name] = self.figure.draw(self.data, theme)
+        return self._plots[theme.name]
 
 
 def warn(message: str) -> None:
@@ -72,13 +79,14 @@ def write_figures(
 
 def prepare(pair: Pair, slugs: Iterable[str] | None, on_warning: Warn) -> list[Drawing]:
     """The figures and their data; those that the recordings don't allow are left out with a warning, unless asked for."""
+    pair.need_looped("every figure")
     if slugs is not None:
         return [Drawing(figure, figure.data(pair)) for figure in dict.fromkeys(map(find, slugs))]
     drawings = []
     for figure in registered():
         try:
             drawings.append(Drawing(figure, figure.data(pair)))
-        except RecordingError as error:
+        except (RecordingError, InputError) as error:  # InputError: layers with unequal numbers of visits
             on_warning(f"figure {figure.slug} is left out: {error}")
     return drawings
 
@@ -93,7 +101,6 @@ def write_drawings(
 ) -> list[Path]:
     """As `write_figures`, from prepared data."""
     folder = Path(folder)
-    plots = [drawing.figure.draw(drawing.data, theme) for drawing in drawings]
     written, total = [], len(drawings) * len(formats)
 
     def put(name: str, content: str | bytes) -> None:
@@ -102,21 +109,15 @@ def write_drawings(
 
     if "html" in formats:
         write_plotly_js(folder)
-    for drawing, plot in zip(drawings, plots, strict=True):
-        for format_ in formats:
-            if format_ not in IMAGE_FORMATS:
-                put(f"{drawing.figure.slug}.{format_}", _text(drawing.data, plot, format_, theme))
-    jobs = [
-        (plot, drawing.figure.slug, format_)
-        for drawing, plot in zip(drawings, plots, strict=True)
-        for format_ in formats
-        if format_ in IMAGE_FORMATS
-    ]
+    texts = [format_ for format_ in formats if format_ not in IMAGE_FORMATS]
+    pictures = [format_ for format_ in formats if format_ in IMAGE_FORMATS]
+    for drawing, format_ in product(drawings, texts):
+        put(f"{drawing.figure.slug}.{format_}", _text(drawing, format_, theme))
+    jobs = list(product(drawings, pictures))
     try:
-        for (_, slug, format_), picture in zip(
-            jobs, render([(plot, format_) for plot, _, format_ in jobs]), strict=True
-        ):
-            put(f"{slug}.{format_}", picture)
+        images = render([(drawing.plot(theme), format_) for drawing, format_ in jobs])
+        for (drawing, format_), image in zip(jobs, images, strict=True):
+            put(f"{drawing.figure.slug}.{format_}", image)
     except UnavailableError as error:
         on_warning(f"pictures are left out: {error}")
     return written
@@ -160,10 +161,10 @@ def json_text(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _text(data: Mapping[str, Any], plot: go.Figure, format_: str, theme: Theme) -> str:
+def _text(drawing: Drawing, format_: str, theme: Theme) -> str:
     if format_ == "html":
-        return page.single(data, plot, theme.scheme)
-    return json_text(data) if format_ == "json" else _csv(csv_rows(data))
+        return page.single(drawing.data, drawing.plot(theme), theme.scheme)
+    return json_text(drawing.data) if format_ == "json" else _csv(csv_rows(drawing.data))
 
 
 def _csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import plotly.io as pio
 
 from visitlens.hooks.loop_plan import Step, VisitPair
 from visitlens.kernels.errors import InputError
@@ -22,6 +23,7 @@ from visitlens.probe.figures.drawing import (
     sequential,
     title_block,
 )
+from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import LIGHT, Style, Theme, escape
 from visitlens.probe.measure import StatArray
@@ -39,7 +41,23 @@ _ORDERED = ("layer", "step", "later_step", "shared")
 """Axes along which a line between points means something."""
 
 
-def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> go.Figure:
+class NotebookFigure(go.Figure):
+    """A figure that shows without Plotly's upload button, in a notebook cell and by `.show()`."""
+
+    def show(self, *args: Any, **kwargs: Any) -> None:
+        pio.show(self, *args, config=CONFIG | kwargs.pop("config", {}), **kwargs)
+
+    def _ipython_display_(self) -> None:
+        if pio.renderers.render_on_display and pio.renderers.default:
+            self.show()
+        else:
+            print(repr(self))
+
+    def _repr_mimebundle_(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._repr_mimebundle_(*args, config=CONFIG, **kwargs)
+
+
+def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> NotebookFigure:
     """A point with its interval for no axis, a line with intervals for one, a heat map for two.
 
     Cosines and whatever has negative values get a diverging scale, symmetric about zero.
@@ -65,7 +83,7 @@ def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> go.Figure:
         margin={"t": HEAD_MARGIN, "l": 72, "r": 28, "b": 70},
         title=title_block(theme, stat.measure.title, _subtitle(stat)),
     )
-    return figure
+    return NotebookFigure(figure)
 
 
 def label_text(label: Any) -> str:
@@ -82,9 +100,9 @@ def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> go.Figure:
     names = [label_text(label) for label in stat.labels[axis]] if axis else [""]
     values, low, high = ([entry[key]] if axis is None else entry[key] for key in ("values", "low", "high"))
     drawn = {**entry, "axes": {"": [escape(name) for name in names]}, "values": values, "low": low, "high": high}
-    figure = go.Figure(line(drawn, Style(theme.visits[0], "circle", "solid"), legend=False))
+    trace = line(drawn, Style(theme.visits[0], "circle", "solid"), legend=False)
     mode = "lines+markers" if axis in _ORDERED else "markers"
-    figure.update_traces(mode=mode, hovertemplate=f"{figure.data[0].hovertemplate}<extra></extra>")
+    figure = go.Figure(trace.update(mode=mode, hovertemplate=f"{trace.hovertemplate}<extra></extra>"))
     ends = [-0.5, len(names) - 0.5]
     figure.update_xaxes(
         type="category", range=ends, tickvals=every(drawn["axes"][""]), title_text=_axis_title(axis) if axis else None

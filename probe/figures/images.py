@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 IMAGE_FORMATS = ("png", "svg", "pdf")
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_SECONDS = 60.0
+_SECONDS = 120.0
+"""For the browser to start, and for each picture; a busy machine needs many."""
 _PNG_SCALE = 2
 
 
@@ -66,7 +67,7 @@ async def _render(jobs: Sequence[tuple[go.Figure, str]], results: Queue[bytes | 
             for figure, format_ in jobs:
                 if stop.is_set():
                     return
-                options: dict[str, Any] = {"format": format_, "scale": _PNG_SCALE if format_ == "png" else 1}
+                options: Any = {"format": format_, "scale": _PNG_SCALE if format_ == "png" else 1}
                 results.put(await browser.calc_fig(figure, options))
         finally:
             await browser.close()

@@ -64,14 +64,14 @@ def chart(data: Mapping[str, Any], figures: Mapping[str, go.Figure], fallback: s
     `fallback` is a picture's file name, shown where scripts are off.
     """
     slug, label = data["slug"], f"{data['title']}. {' '.join(data['notes'])}"
-    heights = {figure.layout.height - HEAD_MARGIN + _TOP for figure in figures.values()}
+    height = max(_layout(figure)["height"] for figure in figures.values()) - HEAD_MARGIN + _TOP
     sources = "\n".join(_json_script(f"{slug}-{scheme}", _untitled(figure)) for scheme, figure in figures.items())
     image = (
         f'<noscript><img src="{escape(fallback)}" alt="{escape(label)}" width="100%"></noscript>' if fallback else ""
     )
     return (
         f'<div class="frame"><div class="chart" id="{slug}" role="img" aria-label="{escape(label)}" '
-        f'style="height:{max(heights)}px"></div></div>\n{image}\n{sources}'
+        f'style="height:{height}px"></div></div>\n{image}\n{sources}'
     )
 
 
@@ -121,12 +121,14 @@ _TOP = 24
 
 def _untitled(figure: go.Figure) -> str:
     """The chart's JSON without its title, as wide as the page."""
-    bare = go.Figure(figure)
+    bare, layout = go.Figure(figure), _layout(figure)
     less = HEAD_MARGIN - _TOP
-    bare.update_layout(
-        title=None, width=None, height=figure.layout.height - less, margin_t=figure.layout.margin.t - less
-    )
+    bare.update_layout(title=None, width=None, height=layout["height"] - less, margin_t=layout["margin"]["t"] - less)
     return str(bare.to_json())
+
+
+def _layout(figure: go.Figure) -> dict[str, Any]:
+    return figure.to_plotly_json()["layout"]
 
 
 def _json_script(name: str, text: str) -> str:

@@ -41,23 +41,21 @@ class SinkHeads(Figure):
             "rows": rows,
             "cols": cols,
             "horizontal_spacing": 0.06,
-            "vertical_spacing": 0.16 / rows,
+            "vertical_spacing": 0.3 / rows,
             "shared_yaxes": True,
-            "shared_xaxes": True,
             "subplot_titles": [entry["label"] for entry in drawn],
         }
         most_layers = max(len(entry["axes"]["layer"]) for entry in drawn)
-        figure = frame(
-            data, theme, width=1000, height=190 + rows * max(210, 22 * most_layers), panels=panels, lines=False
-        )
+        height = 190 + rows * max(210, 22 * most_layers) + (rows - 1) * 60
+        figure = frame(data, theme, width=1000, height=height, panels=panels, lines=False)
         for at, entry in enumerate(drawn):
             layers, heads = (list(map(str, entry["axes"][axis])) for axis in ("layer", "head"))
-            where = {"row": at // cols + 1, "col": at % cols + 1}
-            figure.add_trace(heat(entry, heads, layers, places="layer %{y}, head %{x}"), **where)
-            cell_axes(figure, heads, layers, 16, **where)
-            if where["col"] > 1:
-                figure.update_yaxes(ticks="", **where)
-        figure.update_xaxes(title_text="head", row=rows)
+            row, col = at // cols + 1, at % cols + 1
+            figure.add_trace(heat(entry, heads, layers, places="layer %{y}, head %{x}"), row=row, col=col)
+            cell_axes(figure, heads, layers, 16, row=row, col=col)
+            if col > 1:
+                figure.update_yaxes(ticks="", row=row, col=col)
+        figure.update_xaxes(title_text="head")
         figure.update_yaxes(title_text=LAYER_AXIS, col=1)
         return figure.update_layout(
             coloraxis=sequential(largest(*(entry["values"] for entry in drawn)), "share of mass")

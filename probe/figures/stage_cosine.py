@@ -29,7 +29,7 @@ class StageCosine(Figure):
         }
         drawn["mean"] = series(stages.mean("layer"), "looped", "observed", "mean over looped layers")
         notes = [
-            "Thin lines are single layers. A cosine of 0 is what two unrelated vectors have; no control of other tokens is recorded."
+            "Thin lines are single layers. Random directions have cosine 0, but tokens share directions, and no control of other tokens is recorded."
         ]
         return {"series": drawn, "visits": first_and_last(looped), "notes": notes}
 

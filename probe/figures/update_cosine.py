@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +34,7 @@ class UpdateCosine(Figure):
         }
         if other.values.size:
             drawn["other_layers_mean"] = series(
-                replace(other.mean("layers"), aggregation=f"{other.aggregation}, mean over pairs of layers"),
+                other.mean("layer_pair"),
                 "looped",
                 "control",
                 f"different layers at visits {a} and {b}",
@@ -60,9 +59,10 @@ class UpdateCosine(Figure):
         names = [step_label(step) for step in looped.steps]
         figure.add_trace(heat(data["series"]["looped"], names, names, places="%{y} and %{x}"), row=1, col=2)
         _square(figure, names, STEP_AXIS, "x2", col=2)
+        dashed: dict[str, Any] = {"line": {"color": "black", "dash": "dash", "width": 1.5}, "row": 1, "col": 2}
         for edge in block_edges(looped):
-            figure.add_vline(x=edge, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=2)
-            figure.add_hline(y=edge, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=2)
+            figure.add_vline(x=edge, **dashed)
+            figure.add_hline(y=edge, **dashed)
         if (baseline := data["series"].get("baseline")) is None:
             empty_panel(figure, theme, f"Not drawn: {data['missing']}.", row=1, col=1)
         else:

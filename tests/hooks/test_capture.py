@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from visitlens.hooks.capture import Captured, StepValues, capture
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.attention_rows import row_statistics
 from visitlens.kernels.errors import InputError, PlanError
-from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 

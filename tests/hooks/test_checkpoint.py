@@ -41,9 +41,7 @@ def test_float32_weights_come_back_bit_for_bit(folder: Path, make_model: Callabl
     assert torch.equal(loaded(tokens), saved(tokens))
 
 
-def test_bfloat16_is_the_default_on_disk_and_rounds_once(
-    tmp_path: Path, make_model: Callable[..., LoopedMoE]
-) -> None:
+def test_bfloat16_is_the_default_on_disk_and_rounds_once(tmp_path: Path, make_model: Callable[..., LoopedMoE]) -> None:
     model = make_model(3, tie_embeddings=False, shared_expert_dim=4, qk_norm=True)
     save_model(model, tmp_path)
     loaded = load_model(tmp_path)
@@ -75,7 +73,9 @@ def test_a_missing_folder_or_tokenizer_is_named(folder: Path, tmp_path: Path) ->
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
     edit_tensors(folder, lambda t: t.update({"blocks.1.attn.W_Q": torch.zeros(16, 8)}))
-    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.W_Q has shape \(16, 8\), the configuration says \(16, 16\)"):
+    with pytest.raises(
+        CheckpointError, match=r"blocks\.1\.attn\.W_Q has shape \(16, 8\), the configuration says \(16, 16\)"
+    ):
         load_model(folder)
 
 
@@ -101,7 +101,7 @@ def test_damaged_weights_are_refused(damage: str, folder: Path) -> None:
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "garbage": b"\xff" * 64}[damage])
-    with pytest.raises(CheckpointError, match="not a readable safetensors file .*copy or fetch it again"):
+    with pytest.raises(CheckpointError, match=r"not a readable safetensors file .*copy or fetch it again"):
         load_model(folder)
 
 

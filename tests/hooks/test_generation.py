@@ -11,11 +11,11 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 
 ModelFactory = Callable[..., LoopedMoE]
 VARIANTS = {
-    "baseline": dict(visits=1),
-    "two visits": dict(visits=2),
-    "three visits": dict(visits=3),
-    "one kv head, qk norm": dict(visits=2, num_kv_heads=1, qk_norm=True),
-    "odd heads": dict(visits=3, num_heads=5, num_kv_heads=5),
+    "baseline": {"visits": 1},
+    "two visits": {"visits": 2},
+    "three visits": {"visits": 3},
+    "one kv head, qk norm": {"visits": 2, "num_kv_heads": 1, "qk_norm": True},
+    "odd heads": {"visits": 3, "num_heads": 5, "num_kv_heads": 5},
 }
 
 

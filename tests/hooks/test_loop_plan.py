@@ -36,7 +36,7 @@ def test_an_empty_span_is_the_baseline_whatever_the_visits(span: range) -> None:
 
 
 def test_the_span_may_be_every_layer() -> None:
-    assert layers_and_visits(LoopSpec(2, range(0, 2), 2).plan()) == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert layers_and_visits(LoopSpec(2, range(2), 2).plan()) == [(0, 1), (1, 1), (0, 2), (1, 2)]
 
 
 def test_two_visits_give_one_pair_a_looped_layer() -> None:
@@ -80,7 +80,7 @@ def test_a_step_that_is_not_there_is_refused_with_what_there_is() -> None:
     ("layers", "span", "visits", "message"),
     [
         (0, range(0), 1, "at least one layer"),
-        (2, range(0, 1), 0, "at least one layer and one visit"),
+        (2, range(1), 0, "at least one layer and one visit"),
         (4, range(2, 5), 2, r"within layers 0\.\.3"),
         (4, range(-1, 2), 2, r"within layers 0\.\.3"),
         (4, range(0, 4, 2), 2, r"within layers 0\.\.3"),

@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import CheckpointError, InputError
-from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]
 
 VARIANTS: dict[str, dict] = {
-    "baseline": dict(visits=1),
-    "two visits": dict(visits=2),
-    "three visits": dict(visits=3),
-    "four visits of every layer": dict(visits=4, loop_start=0, loop_stop=4),
-    "qk norm": dict(visits=2, qk_norm=True),
-    "shared expert": dict(visits=2, shared_expert_dim=6),
-    "untied embeddings": dict(visits=2, tie_embeddings=False),
-    "one kv head": dict(visits=2, num_kv_heads=1),
-    "as many kv heads as heads": dict(visits=2, num_kv_heads=4),
-    "odd heads": dict(visits=3, num_heads=5, num_kv_heads=1),
-    "odd heads, odd groups": dict(visits=2, num_heads=9, num_kv_heads=3, head_dim=6),
-    "every expert": dict(visits=2, num_experts=3),
-    "one expert a token": dict(visits=2, experts_per_token=1),
+    "baseline": {"visits": 1},
+    "two visits": {"visits": 2},
+    "three visits": {"visits": 3},
+    "four visits of every layer": {"visits": 4, "loop_start": 0, "loop_stop": 4},
+    "qk norm": {"visits": 2, "qk_norm": True},
+    "shared expert": {"visits": 2, "shared_expert_dim": 6},
+    "untied embeddings": {"visits": 2, "tie_embeddings": False},
+    "one kv head": {"visits": 2, "num_kv_heads": 1},
+    "as many kv heads as heads": {"visits": 2, "num_kv_heads": 4},
+    "odd heads": {"visits": 3, "num_heads": 5, "num_kv_heads": 1},
+    "odd heads, odd groups": {"visits": 2, "num_heads": 9, "num_kv_heads": 3, "head_dim": 6},
+    "every expert": {"visits": 2, "num_experts": 3},
+    "one expert a token": {"visits": 2, "experts_per_token": 1},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
@@ -392,12 +392,12 @@ def test_other_calls_that_can_not_work_are_refused(make_model: ModelFactory) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_kv_heads=3), "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
-        (dict(head_dim=5), "even head_dim, got 5"),
-        (dict(experts_per_token=11), "11 experts per token of only 10"),
-        (dict(expert_dim=0), "expert_dim must be at least 1, got 0"),
-        (dict(loop_start=3, loop_stop=6), r"within layers 0\.\.3"),
-        (dict(num_layers=0), "at least one layer"),
+        ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
+        ({"head_dim": 5}, "even head_dim, got 5"),
+        ({"experts_per_token": 11}, "11 experts per token of only 10"),
+        ({"expert_dim": 0}, "expert_dim must be at least 1, got 0"),
+        ({"loop_start": 3, "loop_stop": 6}, r"within layers 0\.\.3"),
+        ({"num_layers": 0}, "at least one layer"),
     ],
 )
 def test_impossible_configurations_are_refused(changes: dict, message: str, make_model: ModelFactory) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
-from visitlens.hooks.contexts import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 SITE_HOOKS = {site.hook for site in SITES.values()}
@@ -220,9 +220,7 @@ def test_a_change_in_place_is_honoured_as_a_returned_tensor_is(
     assert not torch.allclose(one, plain, atol=1e-4)
 
 
-def test_an_identity_pattern_makes_each_head_copy_its_own_value(
-    looped: LoopedMoE, text: tuple[Tensor, Tensor]
-) -> None:
+def test_an_identity_pattern_makes_each_head_copy_its_own_value(looped: LoopedMoE, text: tuple[Tensor, Tensor]) -> None:
     prefix = "blocks.1.visit.2.attn."
 
     def identity(value: Tensor, hook: Any) -> Tensor:

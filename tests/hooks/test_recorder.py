@@ -116,7 +116,7 @@ def test_activations_of_a_token_range_come_back(
     span: tuple[int, int], model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording, tmp_path: Path
 ) -> None:
     """Across contexts of 32 and shards of two."""
-    options = dict(sites=("Q", "resid"), activation_tokens=span, shard_tokens=60)
+    options = {"sites": ("Q", "resid"), "activation_tokens": span, "shard_tokens": 60}
     run = make_recording(model, text, tmp_path / "r.vlens", level="activations", **options)
     expected = raw(model, text, ("Q", "resid"))
     for site in ("Q", "resid"):
@@ -221,9 +221,9 @@ def test_a_summary_refuses_token_access_and_says_how_to_get_it(
     for read in (rec.token_table, lambda: rec.experts(1, 1), lambda: rec.token_stat("sink_mass")):
         with pytest.raises(RecordingError, match="aren't kept at level 'summary'; record again with --level tokens"):
             read()
-    with pytest.raises(RecordingError, match="'Q' wasn't recorded .*--level activations --sites Q"):
+    with pytest.raises(RecordingError, match=r"'Q' wasn't recorded .*--level activations --sites Q"):
         rec.activation("Q", 1, 1)
-    with pytest.raises(RecordingError, match="no attention maps .*--level maps"):
+    with pytest.raises(RecordingError, match=r"no attention maps .*--level maps"):
         rec.attention_maps(1, 1)
 
 
@@ -240,13 +240,13 @@ def test_what_was_never_there_is_refused_by_name(looped_recording: RecordedRun) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(level="all"), "level among summary, tokens, activations, maps, got 'all'"),
-        (dict(level="activations"), "needs sites: some of resid, X"),
-        (dict(level="tokens", sites=("Q",)), "kept at level 'activations'; the level is 'tokens'"),
-        (dict(level="activations", sites=("P",)), "no site 'P'"),
-        (dict(groups=0), "at least 1"),
-        (dict(batch=0), "at least 1"),
-        (dict(shard_tokens=0), "at least 1"),
+        ({"level": "all"}, "level among summary, tokens, activations, maps, got 'all'"),
+        ({"level": "activations"}, "needs sites: some of resid, X"),
+        ({"level": "tokens", "sites": ("Q",)}, "kept at level 'activations'; the level is 'tokens'"),
+        ({"level": "activations", "sites": ("P",)}, "no site 'P'"),
+        ({"groups": 0}, "at least 1"),
+        ({"batch": 0}, "at least 1"),
+        ({"shard_tokens": 0}, "at least 1"),
     ],
 )
 def test_impossible_options_are_refused(options: dict, message: str) -> None:
@@ -257,9 +257,7 @@ def test_impossible_options_are_refused(options: dict, message: str) -> None:
 def test_maps_of_long_contexts_are_refused(make_model, make_text, make_collector, tmp_path: Path) -> None:
     model, text = make_model(2, context_length=300), make_text(lengths=(290,), context=300)
     with pytest.raises(InputError, match="at most 256 tokens, got 300"):
-        record(
-            model, text, tmp_path / "r", make_collector(model, text), RecordingOptions(level="maps"), provenance={}
-        )
+        record(model, text, tmp_path / "r", make_collector(model, text), RecordingOptions(level="maps"), provenance={})
     assert not (tmp_path / "r").exists()
 
 
@@ -268,7 +266,7 @@ def test_the_size_that_is_foretold_is_an_upper_bound_that_holds(
 ) -> None:
     """Of a recording that is mostly vectors, which aren't compressed; small files have their HDF5 overhead."""
     text = make_text(seed=1, lengths=(30,) * 64)
-    options = dict(level="activations", sites=ACTIVATION_SITES)
+    options = {"level": "activations", "sites": ACTIVATION_SITES}
     foretold = text.num_tokens * bytes_per_token(model, make_collector(model, text), RecordingOptions(**options))
     rec = make_recording(model, text, tmp_path / "r.vlens", **options).recording
     vectors = 6 * 4 * (4 * 16 + 2 * 4 * 4 + 2 * 2 * 4 + 16) * text.num_tokens  # 5 of H = 16, 2 heads, 2 kv heads

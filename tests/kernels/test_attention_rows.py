@@ -7,6 +7,7 @@ scores around the decision are closer than float32 resolves.
 
 from __future__ import annotations
 
+import copy
 import math
 import subprocess
 import sys
@@ -40,52 +41,58 @@ def naive_scores(q: Tensor, k: Tensor, segments: Segments, scale: float | None =
     return scores.masked_fill(~visible, -math.inf)
 
 
-def check_rows(
-    rows: RowStatistics, scores: Tensor, segments: Segments, tolerance: float, entropy_tolerance=None
-) -> None:
-    p = scores.softmax(-1)
+class Map:
+    """The reference of one visit: P, its order, and which keys are among the top 8, [head, query, key]."""
+
+    def __init__(self, scores: Tensor, tolerance: float) -> None:
+        self.scores, self.p = scores, scores.softmax(-1)
+        values, order = scores.sort(dim=-1, descending=True, stable=True)
+        self.first = order[..., 0]
+        self.top8 = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order[..., :8], True)
+        size = values.where(values.isfinite(), 0).abs().max()
+        resolution = size * (4e-6 if tolerance > 1e-6 else 1e-14)
+        # Two scores at a decision that differ by less than rounding tells apart leave it open.
+        gaps = values[..., :-1] - values[..., 1:]
+        close = torch.nn.functional.pad((gaps > 0) & (gaps < resolution), (0, 8))
+        self.open_top1, self.open_top8 = close[..., 0], close[..., 7]
+
+    def rolled(self, shift: int) -> Map:
+        """Head h + shift in place of head h."""
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(other, name, value.roll(-shift, 0))
+        return other
+
+
+def check_rows(rows: RowStatistics, reference: Map, segments: Segments, tolerance: float) -> None:
+    p = reference.p
     token, starts = torch.arange(len(segments.starts())), segments.starts()
     first4 = torch.stack([p[:, token, (starts + n).clamp(max=token)] * (starts + n <= token) for n in range(4)]).sum(0)
     expected = {
-        "log_sum_exp": scores.logsumexp(-1),
+        "log_sum_exp": reference.scores.logsumexp(-1),
         "sink_mass": p[:, token, starts],
         "first4_mass": first4,
         "entropy": -torch.special.xlogy(p, p).sum(-1),
     }
     for name, value in expected.items():
-        atol = entropy_tolerance or tolerance if name == "entropy" else tolerance
         rtol = 2e-6 if name == "log_sum_exp" else 0.0  # a huge log-sum-exp has the resolution of its scores
-        torch.testing.assert_close(getattr(rows, name).double(), value.T, atol=atol, rtol=rtol, msg=name)
+        torch.testing.assert_close(
+            getattr(rows, name).double(), value.T, atol=tolerance, rtol=rtol, msg=lambda m, name=name: f"{name}: {m}"
+        )
         assert getattr(rows, name).dtype == (torch.float64 if tolerance < 1e-6 else torch.float32)
 
 
-def check_overlap(overlap: OverlapStatistics, one: Tensor, two: Tensor, segments: Segments, tolerance: float) -> None:
-    mass = torch.minimum(one.softmax(-1), two.softmax(-1)).sum(-1)
+def check_overlap(overlap: OverlapStatistics, one: Map, two: Map, segments: Segments, tolerance: float) -> None:
+    mass = torch.minimum(one.p, two.p).sum(-1)
     torch.testing.assert_close(overlap.mass_overlap.double(), mass.T, atol=tolerance, rtol=0)
-    (order_1, order_2), visible = (
-        (x.sort(dim=-1, descending=True, stable=True) for x in (one, two)),
-        segments.positions() + 1,
-    )
-
-    resolution = 4e-6 if tolerance > 1e-6 else 1e-14
-
-    def decided(rank: int) -> Tensor:
-        """Rows in which no two scores around this rank are different but closer than rounding tells apart."""
-        good = torch.ones(one.shape[:2], dtype=torch.bool)
-        for order in (order_1, order_2):
-            if order.values.shape[-1] > rank:
-                gap = order.values[..., rank - 1] - order.values[..., rank]
-                size = order.values.where(order.values.isfinite(), 0).abs().max()
-                good &= ~((gap > 0) & (gap < resolution * size))
-        return good
-
     assert overlap.top1_match.dtype == torch.bool
-    same = order_1.indices[..., 0] == order_2.indices[..., 0]
-    assert torch.equal(overlap.top1_match[decided(1).T], same.T[decided(1).T])
-    tops = [torch.zeros_like(one).scatter_(-1, order.indices[..., :8], 1.0) for order in (order_1, order_2)]
-    shared = torch.where(visible <= 8, visible, (tops[0] * tops[1]).sum(-1).long())
-    assert torch.equal(overlap.top8_shared[decided(8).T], shared.T[decided(8).T])
-    assert decided(1).double().mean() > 0.9 and decided(8).double().mean() > 0.9
+    decided = ~(one.open_top1 | two.open_top1).T
+    assert torch.equal(overlap.top1_match[decided], (one.first == two.first).T[decided])
+    assert decided.double().mean() > 0.9
+    visible, decided = segments.positions() + 1, ~(one.open_top8 | two.open_top8).T
+    shared = torch.where(visible <= 8, visible, (one.top8 & two.top8).sum(-1))
+    assert torch.equal(overlap.top8_shared[decided], shared.T[decided])
+    assert decided.double().mean() > 0.9
 
 
 def check(
@@ -94,28 +101,30 @@ def check(
     implementation: str,
     tolerance: float | None = None,
     scale: float | None = None,
-    entropy_tolerance: float | None = None,
 ) -> None:
     """All of `visit_overlaps`, and `row_statistics` of each visit, against the reference."""
     if visits[0][0].dtype == torch.float64 and implementation == "numba":
-XX
+        with pytest.raises(InputError, match="float64"):
+            visit_overlaps(visits, segments, scale, implementation)
+        return
     tolerance = tolerance or TOLERANCE[visits[0][0].dtype]
-    scores = [naive_scores(q, k, segments, scale) for q, k in visits]
+    maps = [Map(naive_scores(q, k, segments, scale), tolerance) for q, k in visits]
     result = visit_overlaps(visits, segments, scale, implementation)
-    for (q, k), visit_scores, rows in zip(visits, scores, result.rows, strict=True):
-        check_rows(rows, visit_scores, segments, tolerance, entropy_tolerance)
+    for (q, k), reference, rows in zip(visits, maps, result.rows, strict=True):
+        check_rows(rows, reference, segments, tolerance)
         alone = row_statistics(q, k, segments, scale, implementation)
-        check_rows(alone, visit_scores, segments, tolerance, entropy_tolerance)
+        check_rows(alone, reference, segments, tolerance)
     expected_pairs = [(a, b) for a in range(len(visits)) for b in range(a + 1, len(visits))]
     assert list(result.across) == expected_pairs
     for (a, b), overlap in result.across.items():
-        check_overlap(overlap, scores[a], scores[b], segments, tolerance)
+        check_overlap(overlap, maps[a], maps[b], segments, tolerance)
     heads = visits[0][0].shape[1]
     if heads == 1:
         assert result.control is None
         return
-    for visit_scores, overlap in zip(scores, result.control, strict=True):
-        check_overlap(overlap, visit_scores, visit_scores.roll(-(heads // 2), 0), segments, tolerance)
+    assert result.control is not None
+    for reference, overlap in zip(maps, result.control, strict=True):
+        check_overlap(overlap, reference, reference.rolled(heads // 2), segments, tolerance)
 
 
 def random_visits(visits, tokens, heads, kv_heads, d, dtype=torch.float32, seed=0) -> list[tuple[Tensor, Tensor]]:
@@ -154,7 +163,7 @@ def test_long_document(implementation):
 
 @both
 def test_many_short_documents(implementation):
-    lengths = torch.randint(1, 40, (60,), generator=torch.Generator().manual_seed(1))
+    lengths = torch.randint(1, 40, (25,), generator=torch.Generator().manual_seed(1))
     bounds = (0, *lengths.cumsum(0).tolist())
     check(random_visits(2, bounds[-1], 3, 1, 16), Segments(bounds), implementation)
 
@@ -205,6 +214,7 @@ def test_zero_queries_attend_uniformly(implementation):
         torch.testing.assert_close(rows.first4_mass, n.clamp(max=4) / n)
         torch.testing.assert_close(rows.entropy, n.log(), atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(rows.log_sum_exp, n.log(), atol=2e-6, rtol=2e-6)
+    assert result.control is not None
     for overlap in (result.across[0, 1], *result.control):
         torch.testing.assert_close(overlap.mass_overlap, torch.ones(tokens, 4))
         assert overlap.top1_match.all()
@@ -242,6 +252,7 @@ def test_nan_shows_in_its_rows_and_nowhere_else(implementation):
             expected = getattr(clean.rows[0], name).masked_fill(bad, math.nan)
             torch.testing.assert_close(getattr(rows, name), expected, equal_nan=True)
     assert torch.equal(result.rows[1].entropy, clean.rows[1].entropy)
+    assert result.control is not None and clean.control is not None
     for overlap, before, bad_rows in (
         (result.across[0, 1], clean.across[0, 1], bad),
         (result.control[0], clean.control[0], bad | bad.roll(2, 1)),
@@ -267,6 +278,7 @@ def test_minus_infinity_scores(implementation):
 def test_all_scores_minus_infinity_is_nan(implementation):
     q, k = torch.ones(20, 2, 1), torch.full((20, 2, 1), -math.inf)
     result = visit_overlaps([(q, k)], Segments((0, 20)), implementation=implementation)
+    assert result.control is not None
     assert result.rows[0].entropy.isnan().all() and result.control[0].mass_overlap.isnan().all()
     assert not result.control[0].top1_match.any()
 

@@ -26,7 +26,11 @@ def test_whole_contexts_are_one_segment_each() -> None:
 @given(st.integers(1, 4), st.integers(1, 7), st.data())
 def test_segments_agree_with_a_walk_over_the_tokens(contexts: int, length: int, data: st.DataObject) -> None:
     ids = torch.tensor(
-        data.draw(st.lists(st.lists(st.integers(-1, 2), min_size=length, max_size=length), min_size=contexts, max_size=contexts))
+        data.draw(
+            st.lists(
+                st.lists(st.integers(-1, 2), min_size=length, max_size=length), min_size=contexts, max_size=contexts
+            )
+        )
     )
     starts = []
     for row in range(contexts):
@@ -36,4 +40,4 @@ def test_segments_agree_with_a_walk_over_the_tokens(contexts: int, length: int, 
     segments = Segments.from_ids(ids)
     assert segments.starts().tolist() == starts
     assert segments.positions().tolist() == [i - start for i, start in enumerate(starts)]
-    assert sorted(set(starts)) + [contexts * length] == list(segments.bounds)
+    assert [*sorted(set(starts)), contexts * length] == list(segments.bounds)

@@ -1,33 +1,26 @@
-"""The figures: what they draw, that a saved JSON draws the same, and the files they are written to."""
+"""The figures: what they draw, and that a saved JSON draws the same."""
 
 from __future__ import annotations
 
-import csv
 import json
-import re
 import shutil
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
 from math import comb
 from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
+import plotly.io as pio
 import pytest
 
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
+from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.base import Figure, find, registered
 from visitlens.probe.figures.expert_overlap import hypergeometric, uniform_chance
-from visitlens.probe.figures.export import write_figures, write_file
+from visitlens.probe.figures.export import write_figures
 from visitlens.probe.figures.generic import label_text, plot_stat
-from visitlens.probe.figures.images import find_browser, render
-from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.pair import Pair, span
 from visitlens.probe.figures.series import csv_rows, digits, with_interval
-from visitlens.probe.figures.theme import DARK, LIGHT, PAPER, THEMES, escape, find_theme, token_text
+from visitlens.probe.figures.theme import DARK, LIGHT, PAPER, THEMES, Theme, escape, find_theme, token_text
 from visitlens.probe.figures.update_cosine import block_edges
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
@@ -35,7 +28,6 @@ from visitlens.probe.opened import open as open_recording
 
 FIGURES = registered()
 SLUGS = [figure.slug for figure in FIGURES]
-needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
 every_figure = pytest.mark.parametrize("figure", FIGURES, ids=SLUGS)
 
 
@@ -52,13 +44,6 @@ def three(three_visit_recording: RecordedRun, baseline_recording: RecordedRun) -
 @pytest.fixture(scope="module")
 def alone(looped_recording: RecordedRun) -> Pair:
     return Pair(looped_recording)
-
-
-@pytest.fixture(autouse=True)
-def nothing_half_written(tmp_path: Path) -> Iterator[None]:
-    """No test here leaves a file that was begun and not moved to its place."""
-    yield
-    assert not [path for path in tmp_path.rglob(".*") if path.is_file()]
 
 
 def text_of(figure: go.Figure) -> str:
@@ -141,8 +126,7 @@ def test_span_in_words() -> None:
 
 
 @every_figure
-@pytest.mark.parametrize("which", ["pair", "three", "alone"])
-@pytest.mark.parametrize("theme", list(THEMES))
+@pytest.mark.parametrize(("which", "theme"), [("pair", "light"), ("three", "paper-dark"), ("alone", "dark")])
 def test_a_saved_json_draws_the_same_figure(
     figure: Figure, which: str, theme: str, request: pytest.FixtureRequest
 ) -> None:
@@ -230,7 +214,7 @@ def test_update_cosine_is_in_execution_order_with_its_summaries(pair: Pair, loop
 def test_block_edges_surround_every_visit() -> None:
     assert block_edges(LoopSpec(4, range(1, 3), 2).plan()) == [0.5, 2.5, 4.5]
     assert block_edges(LoopSpec(4, range(1, 3), 3).plan()) == [0.5, 2.5, 4.5, 6.5]
-    assert block_edges(LoopSpec(2, range(0, 2), 2).plan()) == [1.5]
+    assert block_edges(LoopSpec(2, range(2), 2).plan()) == [1.5]
     assert block_edges(LoopSpec(3, range(0), 1).plan()) == []
     assert block_edges(ExecutionPlan.from_layers([0, 1, 1, 2])) == [0.5, 1.5, 2.5]
 
@@ -306,6 +290,14 @@ def test_no_interval_is_no_bar(figure: Figure, pair: Pair, monkeypatch: pytest.M
         assert "customdata" not in (trace.hovertemplate or "")
 
 
+@every_figure
+def test_csv_has_one_row_a_drawn_number(figure: Figure, pair: Pair) -> None:
+    data = figure.data(pair)
+    rows = csv_rows(data)
+    assert len(rows) == sum(np.size(entry["values"]) for entry in data["series"].values())
+    assert len({tuple(row) for row in rows}) == 1  # the same columns in each
+
+
 # Themes and text
 
 
@@ -321,7 +313,7 @@ def test_theme_colours() -> None:
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=list(THEMES))
-def test_visits_differ_in_colour_marker_and_dash(theme) -> None:  # noqa: ANN001
+def test_visits_differ_in_colour_marker_and_dash(theme: Theme) -> None:
     styles = [theme.visit(v) for v in range(1, 7)]
     for field in ("colour", "symbol", "dash"):
         assert len({getattr(style, field) for style in styles}) == 6
@@ -343,6 +335,13 @@ def test_numbers_as_text() -> None:
     ]
     assert with_interval({"values": None, "low": None, "high": None}) == "not measured"
     assert with_interval({"values": 0.5, "low": None, "high": None}) == "0.500"
+
+
+def test_a_names_length_is_limited_in_the_picture(pair: Pair) -> None:
+    figure = find("sink-heads")
+    data = figure.data(pair)
+    data["models"]["looped"]["name"] = "n" * 300
+    assert "n" * 41 not in text_of(figure.draw(data, LIGHT))
 
 
 @pytest.fixture
@@ -414,149 +413,14 @@ def test_labels_of_steps_and_pairs(looped_recording: RecordedRun) -> None:
     assert list(trace.x) == ["1: 1→2", "2: 1→2"]
 
 
-# Files
-
-
-def test_html_loads_nothing_from_elsewhere_and_offers_no_upload(pair: Pair, tmp_path: Path) -> None:
-    written = write_figures(pair, tmp_path, ["expert-overlap", "html:24"], ["html"])
-    assert [path.name for path in written] == ["expert-overlap.html", "update-cosine.html"]
-    assert (tmp_path / "plotly.min.js").stat().st_size > 1_000_000
-    assert CONFIG["showSendToCloud"] is False and CONFIG["displaylogo"] is False
-    for path in written:
-        check_offline(path)
-
-
-def check_offline(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    loads = re.findall(r"""(?:src|href|action|data)\s*=\s*["']([^"'#][^"']*)""", text)
-    assert not [load for load in loads if "//" in load]
-    assert not re.search(r"url\(|@import|https?://(?!arxiv)", text)
-    assert '"showSendToCloud": false' in text and "default-src 'none'" in text
-    assert '<html lang="en">' in text and "aria-label=" in text
-
-
-def test_json_and_csv_hold_what_is_drawn(pair: Pair, tmp_path: Path) -> None:
-    done: list[tuple[int, int]] = []
-    written = write_figures(
-        pair, tmp_path, ["sink-profile"], ["json", "csv"], on_progress=lambda *args: done.append(args)
-    )
-    assert done == [(1, 2), (2, 2)] and len(written) == 2
-    data = json.loads(written[0].read_text(encoding="utf-8"))
-    assert data == json.loads(json.dumps(find("sink-profile").data(pair)))
-    with written[1].open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 6 + 4
-    second = next(row for row in rows if row["series"] == "visit_2")
-    assert (second["step"], second["layer"], second["visit"]) == ("3", "1", "2")
-    assert float(second["value"]) == data["series"]["visit_2"]["values"][0]
-    assert float(second["low"]) <= float(second["value"]) <= float(second["high"])
-    assert second["recording"] == data["models"]["looped"]["recording"]
-
-
-@every_figure
-def test_csv_has_one_row_a_drawn_number(figure: Figure, pair: Pair) -> None:
-    data = figure.data(pair)
-    rows = csv_rows(data)
-    assert len(rows) == sum(np.size(entry["values"]) for entry in data["series"].values())
-    assert len({tuple(row) for row in rows}) == 1  # the same columns in each
-
-
-@needs_browser
-def test_pictures_are_valid(pair: Pair, tmp_path: Path) -> None:
-    written = write_figures(pair, tmp_path, ["sink-heads"], ["png", "svg", "pdf"])
-    png, svg, pdf = (path.read_bytes() for path in written)
-    assert png.startswith(b"\x89PNG\r\n\x1a\n")
-    assert ElementTree.fromstring(svg).tag.endswith("svg")
-    assert pdf.startswith(b"%PDF")
-
-
-@pytest.mark.parametrize("hidden", ["browser", "kaleido"])
-def test_without_a_chromium_or_kaleido_one_warning_and_the_other_files(
-    hidden: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if hidden == "browser":
-        monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "no-such-browser"))
-    else:
-        monkeypatch.setitem(sys.modules, "kaleido", None)
-    said: list[str] = []
-    written = write_figures(
-        pair, tmp_path / "out", ["sink-heads", "sink-profile"], ["html", "png", "svg", "json"], on_warning=said.append
-    )
-    assert sorted(path.name for path in written) == [
-        f"sink-{name}.{format_}" for name in ("heads", "profile") for format_ in ("html", "json")
-    ]
-    assert len(said) == 1
-    assert ("BROWSER_PATH" if hidden == "browser" else "pip install 'visitlens[images]'") in said[0]
-
-
-def test_a_chromium_that_fails_is_told_from_one_that_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "chromium"
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("BROWSER_PATH", str(program))
-    with pytest.raises(UnavailableError, match="couldn't draw"):
-        next(render([(go.Figure(), "png")]))
-
-
-def test_warnings_go_to_python_where_the_caller_says_nothing(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "no-such-browser"))
-    with pytest.warns(UserWarning, match="pictures are left out"):
-        write_figures(pair, tmp_path, ["sink-heads"], ["png"])
-
-
-def test_what_a_recording_does_not_hold_is_left_out_unless_asked_for(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert pair.looped is not None
-    monkeypatch.delitem(pair.looped.recording.totals, "sink_mass")
-    said: list[str] = []
-    written = write_figures(pair, tmp_path, formats=["json"], on_warning=said.append)
-    assert [path.stem for path in written] == [slug for slug in SLUGS if not slug.startswith("sink")]
-    assert len(said) == 2 and "sink-heads is left out" in said[0]
-    with pytest.raises(RecordingError, match="sink_mass"):
-        write_figures(pair, tmp_path, ["sink-heads"], ["json"])
-
-
-def test_an_unknown_format_or_theme_is_refused_before_anything_is_written(pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="'gif'"):
-        write_figures(pair, tmp_path / "out", formats=["json", "gif"])
-    with pytest.raises(InputError, match="'sepia'"):
-        write_figures(pair, tmp_path / "out", theme="sepia")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(StorageError, match="taken"):
-        write_file(tmp_path / "taken", "text")
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="can't be written"):
-        write_file(tmp_path / "file" / "below", "text")
-
-
-def test_drawing_imports_neither_torch_nor_pandas(pair: Pair, tmp_path: Path) -> None:
-    assert pair.looped is not None and pair.baseline is not None
-    code = f"""
-import sys
-from visitlens.probe.opened import open
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.report import write_report
-pair = Pair(open({str(pair.looped.recording.path)!r}), open({str(pair.baseline.recording.path)!r}))
-write_report(pair, {str(tmp_path)!r}, formats=["html", "json", "csv"])
-pair.looped.sink_mass().plot().to_json()
-print(sorted({{"torch", "pandas", "transformer_lens", "kaleido"}} & set(sys.modules)))
-"""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert result.stdout.strip() == "[]"
-
-
-def test_a_names_length_is_limited_in_the_picture(pair: Pair) -> None:
-    figure = find("sink-heads")
-    data = figure.data(pair)
-    data["models"]["looped"]["name"] = "n" * 300
-    assert "n" * 41 not in text_of(figure.draw(data, LIGHT))
+def test_a_notebook_shows_a_plot_without_the_upload_button(looped_recording: RecordedRun, monkeypatch) -> None:
+    figure = looped_recording.sink_mass().mean("head").plot()
+    monkeypatch.setattr(pio.renderers, "default", "plotly_mimetype")
+    (bundle,) = figure._repr_mimebundle_().values()
+    assert bundle["config"]["showSendToCloud"] is False
+    shown: list[dict] = []
+    monkeypatch.setattr(pio, "show", lambda *_, **options: shown.append(options))
+    figure.show(config={"scrollZoom": True})
+    figure._ipython_display_()
+    assert [options["config"]["showSendToCloud"] for options in shown] == [False, False]
+    assert shown[0]["config"]["scrollZoom"] is True

@@ -266,14 +266,14 @@ DEFINITIONS: dict[str, Callable[[Raw], Array]] = {
 UNGROUPED = {"expert_transitions"}
 
 CASES: dict[str, dict] = {
-    "baseline": dict(visits=1),
-    "two visits": dict(visits=2),
-    "three visits, odd heads, one kv head": dict(visits=3, num_heads=3, num_kv_heads=1),
-    "odd heads, as many kv heads": dict(visits=2, num_heads=5, num_kv_heads=5),
-    "one head": dict(visits=2, num_heads=1, num_kv_heads=1),
-    "every expert": dict(visits=2, num_experts=3),
-    "qk norm, untied": dict(visits=2, qk_norm=True, tie_embeddings=False),
-    "the whole model looped": dict(visits=2, loop_start=0, loop_stop=4),
+    "baseline": {"visits": 1},
+    "two visits": {"visits": 2},
+    "three visits, odd heads, one kv head": {"visits": 3, "num_heads": 3, "num_kv_heads": 1},
+    "odd heads, as many kv heads": {"visits": 2, "num_heads": 5, "num_kv_heads": 5},
+    "one head": {"visits": 2, "num_heads": 1, "num_kv_heads": 1},
+    "every expert": {"visits": 2, "num_experts": 3},
+    "qk norm, untied": {"visits": 2, "qk_norm": True, "tie_embeddings": False},
+    "the whole model looped": {"visits": 2, "loop_start": 0, "loop_stop": 4},
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 """Relative, of a mean over tokens; absolute for cosines and shares, which are at most 1, and for entropies. The
@@ -316,7 +316,7 @@ def test_every_measure_is_its_definition_in_float64(case: dict, make_model, make
 def test_every_measure_is_its_definition_in_lower_precision(
     visits: int, dtype: torch.dtype, make_model, make_text, make_collector
 ) -> None:
-    check(dict(visits=visits), dtype, 1, make_model, make_text, make_collector)
+    check({"visits": visits}, dtype, 1, make_model, make_text, make_collector)
 
 
 def test_every_registered_measure_has_a_plain_definition() -> None:

@@ -16,7 +16,7 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry
 
-LOOPED = LoopSpec(1, range(0, 1), 2).plan()
+LOOPED = LoopSpec(1, range(1), 2).plan()
 """One layer, visited twice."""
 
 
@@ -30,7 +30,7 @@ def measure(
         for step, value in enumerate(visits):
             captured.store(site, step, value.unsqueeze(0))
     ids = torch.tensor(segments if segments is not None else [0] * tokens).unsqueeze(0)
-    defaults = dict(hidden_size=4, num_heads=1, num_kv_heads=1, num_experts=16, experts_per_token=8)
+    defaults = {"hidden_size": 4, "num_heads": 1, "num_kv_heads": 1, "num_experts": 16, "experts_per_token": 8}
     collector = StatisticsCollector(Geometry(LOOPED, **{**defaults, **sizes}), 1, [name])
     collector.update(StepValues(captured, ids, "torch"), torch.zeros(tokens, dtype=torch.long))
     return collector.take()[name]
@@ -77,7 +77,7 @@ def test_loads_and_transitions_of_two_tokens() -> None:
         "gates": [torch.full((2, 2), 0.5)] * 2,
         "router": [torch.zeros(2, 4)] * 2,
     }
-    sizes = dict(num_experts=4, experts_per_token=2)
+    sizes = {"num_experts": 4, "experts_per_token": 2}
     assert mean(measure("expert_load", sites, **sizes)).tolist() == [[1, 0.5, 0.5, 0], [0.5, 0, 1, 0.5]]
     table = mean(measure("expert_transitions", sites, **sizes))[0]
     assert table.tolist() == [[0.5, 0, 1, 0.5], [0, 0, 0.5, 0.5], [0.5, 0, 0.5, 0], [0, 0, 0, 0]]
@@ -100,7 +100,7 @@ def test_identical_visits_agree_in_everything() -> None:
     heads = {site: twice(2, 3) for site in ("Q", "PV")} | {site: twice(1, 3) for site in ("K", "V")}
     gates = [torch.rand(n, 8, dtype=torch.float64).softmax(1)] * 2
     sites = {**vectors, **heads, "experts": [experts] * 2, "gates": gates}
-    sizes = dict(num_heads=2)
+    sizes = {"num_heads": 2}
     for name in ("top1_match", "top8_overlap", "mass_overlap", "gate_overlap", "token_norm_ratio"):
         np.testing.assert_allclose(mean(measure(name, sites, **sizes)), 1, atol=1e-12, err_msg=name)
     for name in ("stage_cosine", "stage_cosine_heads", "stage_cosine_kv_heads", "update_cosine"):
@@ -157,7 +157,7 @@ def test_stage_cosine_is_of_all_heads_together_and_by_head_apart() -> None:
     same_kv, same = torch.ones(1, 2, 2), torch.ones(1, 4)
     sites = {"Q": [q1, q2], "PV": [q1, q2], "K": [same_kv] * 2, "V": [same_kv] * 2}
     sites |= {"X": [same, same], "attn_write": [same, same]}
-    sizes = dict(num_heads=2, num_kv_heads=2)
+    sizes = {"num_heads": 2, "num_kv_heads": 2}
     whole = mean(measure("stage_cosine", sites, **sizes))[0]  # X, Q, K, V, PV, O
     np.testing.assert_allclose(whole, [1, -0.6, 1, 1, -0.6, 1], atol=1e-6)
     heads = mean(measure("stage_cosine_heads", sites, **sizes))[0]

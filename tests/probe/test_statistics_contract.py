@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 
 import h5py
 import numpy as np
@@ -89,7 +90,7 @@ def test_merging_shards_is_associative_and_equals_one_pass(
     a, b, c = (totals_over(model, text, [p], make_collector(model, text, measures_of(statistic))) for p in parts)
 
     def merged(*totals: dict[str, GroupTotals]) -> dict[str, GroupTotals]:
-        result = {name: value.copy() for name, value in totals[0].items()}
+        result = deepcopy(totals[0])
         for other in totals[1:]:
             for name, value in other.items():
                 result[name].add(value)
@@ -105,7 +106,7 @@ def test_totals_of_different_measures_or_shapes_do_not_add() -> None:
         zeros = np.zeros((groups, 2))
         return GroupTotals({"title": title}, zeros, zeros.copy(), np.zeros(2, np.int64), np.zeros(2, np.int64))
 
-    with pytest.raises(RecordingError, match="'a'.*'b'"):
+    with pytest.raises(RecordingError, match=r"'a'.*'b'"):
         totals("a", 3).add(totals("b", 3))
     with pytest.raises(RecordingError, match=r"\(3, 2\).*\(4, 2\)"):
         totals("a", 3).add(totals("a", 4))
@@ -162,7 +163,9 @@ def test_documents_split_across_contexts_stay_in_one_group(
     for measure in statistic.measures:
         got = totals[measure.name]
         if measure.grouped and not got.left_out.any():
-            np.testing.assert_array_equal(got.count, np.broadcast_to(sizes.reshape(-1, *[1] * (got.count.ndim - 1)), got.count.shape))
+            np.testing.assert_array_equal(
+                got.count, np.broadcast_to(sizes.reshape(-1, *[1] * (got.count.ndim - 1)), got.count.shape)
+            )
         elif measure.grouped:  # every token is counted or left out
             assert (got.count.sum(0) + got.left_out == len(real)).all()
             assert (got.count <= sizes.reshape(-1, *[1] * (got.count.ndim - 1))).all()

@@ -1,0 +1,232 @@
+"""Reading text, encoding it and packing it into contexts."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.kernels.errors import InputError
+from visitlens.probe.ladder.documents import Document, Packer, encode, pack, read_documents
+
+BOS, EOS, PAD = 0, 1, 2
+LINES = [{"text": "one", "category": "code", "source": "a.py"}, {"text": "zwei äöü"}, {"text": ""}]
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    compress: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
+    path.write_bytes(compress.get(path.suffix, bytes)(data))
+    return path
+
+
+# Reading
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.xz"])
+def test_json_lines_are_one_document_each(name: str, tmp_path: Path) -> None:
+    assert list(read_documents(write_lines(tmp_path / name, LINES))) == [
+        Document("one", "code", "a.py"),
+        Document("zwei äöü"),
+        Document(""),
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md"])
+def test_a_text_file_is_one_document(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("# Title\n\nkör\n", encoding="utf-8")
+    assert list(read_documents(tmp_path / name)) == [Document("# Title\n\nkör\n", source=name)]
+
+
+def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c.txt").write_text("third")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    write_lines(tmp_path / "a.jsonl.xz", [{"text": "zeroth"}])
+    assert [d.text for d in read_documents(tmp_path)] == ["zeroth", "first", "third"]
+
+
+def test_blank_lines_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"text": "x"}\n   \n{"text": "y"}')
+    assert [d.text for d in read_documents(tmp_path / "a.jsonl")] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "expected a JSON object with a 'text' field"),
+        ("[1]", "expected a JSON object with a 'text' field"),
+        ("null", "expected a JSON object with a 'text' field"),
+        ('"text"', "expected a JSON object with a 'text' field"),
+        ('{"content": "x"}', "expected a JSON object with a 'text' field"),
+        ('{"text": 3}', "'text' must be a string, got int"),
+        ('{"text": null}', "'text' must be a string, got NoneType"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "good"}}\n\n{line}\n')
+    with pytest.raises(InputError, match=rf"a\.jsonl:3: {message}"):
+        list(read_documents(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_text_that_is_not_utf8_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}')
+    with pytest.raises(InputError, match=rf"{name}: not UTF-8 text \(.* at byte 13\)"):
+        list(read_documents(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_a_damaged_archive_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / name, LINES * 50)
+    data = file.read_bytes()
+    file.write_bytes(data[: len(data) // 2] if damage == "truncated" else b"garbage" * 20)
+    with pytest.raises(InputError, match=name):
+        list(read_documents(file))
+
+
+def test_what_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"gone\.txt: no such file or folder; expected text"):
+        list(read_documents(tmp_path / "gone.txt"))
+    (tmp_path / "a.csv").write_text("1,2")
+    with pytest.raises(InputError, match=r"a\.csv: expected \.txt, \.md, \.jsonl"):
+        list(read_documents(tmp_path / "a.csv"))
+    with pytest.raises(InputError, match=r"found no \.txt, \.md or \.jsonl file"):
+        list(read_documents(tmp_path))
+
+
+def test_an_empty_file_has_no_documents_and_nothing_can_be_packed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("")
+    assert list(read_documents(tmp_path / "a.jsonl")) == []
+    with pytest.raises(InputError, match="the text is empty: no document has a token"):
+        pack([], 8, BOS, PAD)
+
+
+class Letters:
+    """A tokenizer of one id a letter."""
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list:
+        assert not add_special_tokens
+        return [type("Encoding", (), {"ids": [ord(c) for c in text]}) for text in texts]
+
+
+def test_encoding_puts_bos_in_front_and_eos_behind_and_leaves_empty_texts_out() -> None:
+    documents = encode(["ab", "", "c"] + ["x"] * 2000, Letters(), BOS, EOS)
+    assert len(documents) == 2002
+    assert documents[0].tolist() == [BOS, 97, 98, EOS] and documents[1].tolist() == [BOS, 99, EOS]
+    assert documents[0].dtype == np.int32
+
+
+# Packing
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_a_document_that_does_not_fit_goes_on_in_the_next_context_with_bos() -> None:
+    packed = pack([ids(0, 11, 12, 13, 14, 15, 1), ids(0, 21, 1), ids(0, 31, 32, 1)], 5, BOS, PAD)
+    assert packed.tokens.tolist() == [[0, 11, 12, 13, 14], [0, 15, 1, 0, 21], [0, 1, 0, 31, 32], [0, 1, 2, 2, 2]]
+    assert packed.segments.tolist() == [[0] * 5, [1, 1, 1, 2, 2], [3, 3, 4, 4, 4], [5, 5, -1, -1, -1]]
+    assert packed.segment_document.tolist() == [0, 0, 1, 1, 2, 2]
+    assert packed.num_tokens == 17 and packed.document_hash.shape == (3,)
+
+
+def test_a_document_that_fills_a_context_leaves_no_rest() -> None:
+    packed = pack([ids(0, 11, 1), ids(0, 21, 1)], 3, BOS, PAD)
+    assert packed.tokens.tolist() == [[0, 11, 1], [0, 21, 1]]
+    assert packed.segments.tolist() == [[0] * 3, [1] * 3]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=15), context=st.integers(2, 20), data=st.randoms())
+def test_packing_loses_no_token_and_every_segment_starts_with_bos(lengths: list[int], context: int, data) -> None:
+    documents = [ids(BOS, *(data.randrange(3, 90) for _ in range(n - 1))) for n in lengths]
+    packed = pack(documents, context, BOS, PAD)
+    rebuilt: dict[int, list[int]] = {}
+    flat_ids, flat_segments = packed.tokens.ravel(), packed.segments.ravel()
+    assert (np.diff(flat_segments[flat_segments >= 0]) >= 0).all()
+    for segment, document in enumerate(packed.segment_document.tolist()):
+        where = np.flatnonzero(flat_segments == segment)
+        assert len(set(where // context)) == 1 and (np.diff(where) == 1).all()  # in one context, without a gap
+        piece = flat_ids[where].tolist()
+        assert piece[0] == BOS
+        rebuilt[document] = rebuilt[document] + piece[1:] if document in rebuilt else piece
+    assert [rebuilt[i] for i in range(len(documents))] == [d.tolist() for d in documents]
+    padding = flat_segments == -1
+    assert (flat_ids[padding] == PAD).all()
+    assert not padding[:-context].any() and not padding[-context]  # only the last context has any
+    assert packed.tokens.shape[1] == context and packed.tokens.dtype == packed.segments.dtype == np.int32
+
+
+def test_packing_is_deterministic_and_its_hash_sees_every_token(make_documents: Callable) -> None:
+    documents = make_documents(3)
+    one, two = pack(documents, 16, BOS, PAD), pack(documents, 16, BOS, PAD)
+    assert one.sha256 == two.sha256 and np.array_equal(one.tokens, two.tokens)
+    changed = [d.copy() for d in documents]
+    changed[4][-1] += 1
+    assert pack(changed, 16, BOS, PAD).sha256 != one.sha256
+    assert pack(documents[::-1], 16, BOS, PAD).sha256 != one.sha256
+    assert pack(documents, 17, BOS, PAD).sha256 != one.sha256
+
+
+def test_document_hashes_are_the_sha256_of_their_tokens() -> None:
+    document = ids(0, 5, 6, 1)
+    expected = int.from_bytes(hashlib.sha256(document.tobytes()).digest()[:8], "little")
+    assert pack([document], 8, BOS, PAD).document_hash.tolist() == [expected]
+
+
+def test_a_context_of_one_position_is_refused() -> None:
+    with pytest.raises(InputError, match="at least 2 positions, got 1"):
+        pack([ids(0, 1)], 1, BOS, PAD)
+
+
+def test_a_packer_hands_out_contexts_until_the_documents_run_out() -> None:
+    packer, documents = Packer(4, BOS), iter([ids(0, 11, 12, 13, 14), ids(0, 1)])
+    assert packer.fill(documents) == [(0, [0, 11, 12, 13])]
+    assert packer.fill(documents) == [(0, [0, 14]), (1, [0, 1])]
+    assert packer.fill(documents) == []
+
+
+# Groups, and the first part of a text
+
+
+def test_few_documents_are_groups_of_their_own_and_equal_ones_share(make_text: Callable[..., PackedTokens]) -> None:
+    text = make_text(lengths=(5, 9, 30, 12))
+    assert sorted(text.document_groups(128).tolist()) == [0, 1, 2, 3]
+    assert sorted(text.document_groups(4).tolist()) == [0, 1, 2, 3]
+    twice = pack([ids(0, 5, 1), ids(0, 6, 1), ids(0, 5, 1)], 8, BOS, PAD).document_groups(128)
+    assert twice[0] == twice[2] != twice[1]
+
+
+def test_many_documents_fall_into_groups_by_their_hash(make_text: Callable[..., PackedTokens]) -> None:
+    text = make_text(lengths=(6,) * 400)
+    groups = text.document_groups(16)
+    assert set(groups.tolist()) == set(range(16))
+    np.testing.assert_array_equal(groups, text.document_hash % np.uint64(16))
+    assert np.bincount(groups).min() > 8  # 25 expected
+    reversed_text = pack([ids(*t) for t in text.tokens.reshape(-1)[: 6 * 5].reshape(5, 6)][::-1], 32, BOS, PAD)
+    assert reversed_text.document_groups(3).tolist() == [int(h % 3) for h in reversed_text.document_hash]
+
+
+def test_the_first_contexts_hold_the_asked_tokens_and_whole_contexts(make_text: Callable[..., PackedTokens]) -> None:
+    text = make_text(seed=6)
+    for tokens in (1, 32, 33, text.num_tokens, 10**6):
+        part = text.first_contexts(tokens)
+        rows = min(-(-tokens // 32), len(text.tokens))
+        np.testing.assert_array_equal(part.tokens, text.tokens[:rows])
+        assert len(part.segment_document) == part.segments.max() + 1
+        assert len(part.document_hash) == part.segment_document.max() + 1
+        assert part.num_tokens >= min(tokens, text.num_tokens)
+    with pytest.raises(InputError, match="at least 1 token, got 0"):
+        text.first_contexts(0)

@@ -1,0 +1,186 @@
+"""The shape of the project: one direction of imports, bare root folders, and a reading path without torch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import visitlens
+from visitlens.probe.collect import registered
+from visitlens.probe.opened import RecordedRun
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("kernels", "hooks", "probe", "app")
+"""Each may import itself and those before it."""
+SOURCE = Path(visitlens.__file__).parents[1]
+
+READING_PATH = (
+    "hooks.loop_plan",
+    "hooks.visit_clock",
+    "hooks.sites",
+    "hooks.contexts",
+    "hooks.schema",
+    "hooks.shards",
+    "hooks.recording",
+    "probe.measure",
+    "probe.bootstrap",
+    "probe.opened",
+    "probe.dyck",
+    "probe.ladder.documents",
+)
+
+
+def module_files() -> list[Path]:
+    return [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(file: Path) -> list[tuple[int, str]]:
+    """(line, absolute module name) of every import, those for type checkers and inside functions included."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = ["visitlens", *file.relative_to(ROOT).parent.parts]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            found += [(node.lineno, base), *((node.lineno, f"{base}.{alias.name}") for alias in node.names)]
+    return found
+
+
+def run_python(code: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_itself_and_those_to_its_left(folder: str) -> None:
+    allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+    wrong = []
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for line, name in imported(file):
+            first, _, rest = name.partition(".")
+            assert first not in FOLDERS, f"{file.relative_to(ROOT)}:{line} imports {name}: use visitlens.{name}"
+            part = rest.partition(".")[0]
+            if first == "visitlens" and part in FOLDERS and part not in allowed:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, f"{folder} may import {allowed}: " + "; ".join(wrong)
+
+
+def test_the_check_of_imports_sees_every_form(tmp_path: Path) -> None:
+    code = (
+        "import visitlens.app.a\nfrom visitlens import probe\nfrom visitlens.hooks.b import c\n"
+        "def f():\n    from visitlens.probe import d\n"
+    )
+    (tmp_path / "x.py").write_text(code)
+    names = {name for _, name in imported(tmp_path / "x.py")}
+    assert {"visitlens.app.a", "visitlens.probe", "visitlens.hooks.b", "visitlens.probe.d"} <= names
+
+
+def test_the_root_folders_hold_no_init_and_their_subfolders_do() -> None:
+    """A bare folder never shadows an installed package of the same name (Hugging Face's `kernels`)."""
+    assert not [folder for folder in FOLDERS if (ROOT / folder / "__init__.py").exists()]
+    packages = {file.parent for file in module_files()} - {ROOT / folder for folder in FOLDERS}
+    assert packages and not [p for p in packages if not (p / "__init__.py").exists()]
+
+
+def test_every_module_says_what_it_is_in_its_first_line() -> None:
+    silent = [
+        module_name(file)
+        for file in module_files()
+        if file.name != "__init__.py" and not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert not silent
+
+
+def test_each_statistic_has_a_file_of_its_own() -> None:
+    folder = ROOT / "probe" / "statistics"
+    holding = {}
+    for file in sorted(folder.glob("*.py")):
+        classes = [n for n in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
+        holding[file.stem] = [c.name for c in classes if any(getattr(b, "id", "") == "Statistic" for b in c.bases)]
+    statistics = {name: found for name, found in holding.items() if found}
+    assert all(len(found) == 1 for found in statistics.values()), statistics
+    assert {(cls.__module__.rsplit(".", 1)[1], cls.__name__) for cls in registered()} == {
+        (name, found[0]) for name, found in statistics.items()
+    }
+
+
+# The reading path
+
+
+def claims_to_need_no_torch(file: Path) -> bool:
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return "No torch." in text or "Torch-free." in text
+
+
+READ = """
+import json, sys
+names, path = json.loads(sys.argv[1]), sys.argv[2]
+import visitlens
+run = visitlens.open(path)
+for name in run.measures:
+    run.stat(name).interval()
+run.expert_overlap(), run.expert_overlap_chance_by_load(), run.norm_ratio("norm_output"), run.load_imbalance()
+run.update_cosine_other_layers(), run.attended_control("mass_overlap"), repr(run), run.sink_mass().to_dict()
+run.recording.token_table(), run.recording.experts(1, 2), run.recording.token_stat("sink_mass")
+heavy = ("torch", "transformer_lens", "transformers", "pandas")
+loaded = [h for h in heavy if h in sys.modules]
+assert not loaded, f"reading a recording imported {loaded}"
+for name in names:
+    __import__(f"visitlens.{name}")
+    loaded = [h for h in heavy if h in sys.modules]
+    assert not loaded, f"visitlens.{name} imported {loaded}"
+print(len(names), visitlens.__file__)
+"""
+
+
+def test_reading_and_drawing_never_import_torch(looped_recording: RecordedRun) -> None:
+    """The reading path by name, and every module whose docstring says that it needs none."""
+    claimed = {module_name(file) for file in module_files() if claims_to_need_no_torch(file)}
+    missing = [name for name in READING_PATH if find_spec(f"visitlens.{name}") is None]
+    assert not missing
+    names = sorted(claimed | set(READING_PATH))
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{READ}"
+    result = run_python(code, json.dumps(names), str(looped_recording.recording.path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[0] == str(len(names))
+
+
+def test_an_installed_package_of_a_folders_name_is_the_one_that_is_imported_from_the_root(tmp_path: Path) -> None:
+    """As `transformers` imports Hugging Face's `kernels`: installed packages come later on the path than the root."""
+    for folder in FOLDERS:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text("installed = True")
+    code = (
+        "import sys; assert sys.path[0] == '', sys.path; sys.path.append(sys.argv[1])\n"
+        "import kernels, hooks, probe, app\n"
+        "assert kernels.installed and hooks.installed and probe.installed and app.installed\n"
+    )
+    result = run_python(code, str(tmp_path))
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers isn't installed")
+def test_transformers_still_imports_from_the_root() -> None:
+    code = "import transformers; assert 'site-packages' in transformers.__file__"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_importing_visitlens_is_lazy_and_lists_what_it_exports() -> None:
+    assert {"open", "record", "load_model", "StatArray", "LoopSpec"} <= set(dir(visitlens))
+    with pytest.raises(AttributeError, match="no attribute 'opne'; it has open,"):
+        _ = visitlens.opne
