@@ -38,7 +38,11 @@ class TokenStatistics(Protocol):
     """What the recorder needs of the statistics: it never looks at their definitions."""
 
     sites: frozenset[str]
-    measures: Mapping[str, Any]
+
+    @property
+    def measures(self) -> Mapping[str, Any]:
+        """By name."""
+        ...
 
     def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
         """Adds a batch; returns per-token scalars [token, *axes] by measure, for level `tokens`."""

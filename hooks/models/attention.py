@@ -110,8 +110,7 @@ class SegmentedAttention(nn.Module):
             return z.transpose(1, 2).reshape(q.shape)
         rows = [x.flatten(0, 1).transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)]
         outputs = [
-            scaled_dot_product_attention(*document, is_causal=True, enable_gqa=gqa)
-            for document in zip(*rows, strict=True)
+            scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa) for q, k, v in zip(*rows, strict=True)
         ]
         return torch.cat(outputs, dim=2).squeeze(0).transpose(0, 1).reshape(q.shape)
 
