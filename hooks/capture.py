@@ -72,7 +72,7 @@ def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
     def store(value: Tensor, hook: Any, site: str, step: int) -> None:
         captured.store(site, step, value)
 
-    hooks: list[tuple[str, Any]] = [("hook_embed", begin)]
+    hooks: list[tuple[str | Callable[..., Any], Callable[..., Any]]] = [("hook_embed", begin)]
     for step in plan.steps:
         prefix = f"blocks.{step.layer}.visit.{step.visit}"
         hooks.append((f"{prefix}.hook_resid_pre", partial(enter, layer=step.layer)))

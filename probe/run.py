@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from visitlens.hooks import recorder
 from visitlens.hooks.models.checkpoint import load_config, load_model, load_tokenizer, weights_sha256
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.hooks.recorder import RecordingOptions, bytes_per_token, record
+from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents
+from visitlens.probe.opened import RecordedRun
+from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
 
 _NARROW = 512  # below this width one thread is faster than several
@@ -63,7 +66,7 @@ class PreparedRun:
     def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
         """Writes or continues the recording; returns its path."""
         request = self.request
-        record(
+        recorder.record(
             self.model,
             self.contexts,
             request.out,
@@ -74,6 +77,27 @@ class PreparedRun:
             on_progress=on_progress,
         )
         return request.out
+
+
+def record(
+    checkpoint: str | Path,
+    text: str | Path,
+    out: str | Path,
+    *,
+    level: str = "summary",
+    sites: Sequence[str] = (),
+    **changes: Any,
+) -> RecordedRun:
+    """Records a model over text, as `visitlens record` does, and opens the recording.
+
+    `changes` are further fields of `RunRequest`, for example `max_tokens=10_000` or `dtype="bfloat16"`.
+
+    Raises:
+        CheckpointError, InputError, RecordingError, StorageError: as the command.
+    """
+    options = RecordingOptions(level=level, sites=tuple(sites))
+    request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
+    return open_recording(PreparedRun(request).record())
 
 
 def pack_text(request: RunRequest, config: LoopedMoEConfig) -> PackedTokens:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -154,6 +155,18 @@ def test_max_tokens_stops_after_the_context_in_which_it_falls(run, checkpoints, 
     out = tmp_path / "run.vlens"
     assert run("record", checkpoints["looped"], text, "--out", out, "--max-tokens", "70")[0] == 0
     assert vl.open(out).recording.tokens == 128
+
+
+def test_a_notebook_records_captures_and_reads_with_the_exported_names(checkpoints, text, tmp_path) -> None:
+    rec = vl.record(checkpoints["looped"], text, tmp_path / "run.vlens", level="tokens", max_tokens=64)
+    assert rec.recording.tokens == 64 and rec.expert_overlap().axes == ("layer",)
+    model = vl.load_model(checkpoints["looped"])
+    with vl.capture(model, ["PV"]) as captured:
+        model(torch.tensor([[0, 5, 6, 7]]))
+    assert captured.get("PV", layer=2, visit=2).shape == (1, 4, 4, 4)
+    assert {"open", "record", "capture", "load_model"} <= set(dir(vl))
+    with pytest.raises(AttributeError, match=r"it has .*open"):
+        _ = vl.nothing
 
 
 # Bad input: one clear error, a non-zero exit, nothing lost

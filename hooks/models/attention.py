@@ -105,8 +105,9 @@ class SegmentedAttention(nn.Module):
         lengths = [end - start for start, end in segments.spans]
         gqa = self.heads != self.kv_heads
         if len(set(lengths)) == 1:
-            parts = [x.flatten(0, 1).unflatten(0, (-1, lengths[0])).transpose(1, 2) for x in (q, k, v)]
-            z = scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=gqa)
+            split = (x.flatten(0, 1).unflatten(0, (-1, lengths[0])).transpose(1, 2) for x in (q, k, v))
+            documents_q, documents_k, documents_v = split
+            z = scaled_dot_product_attention(documents_q, documents_k, documents_v, is_causal=True, enable_gqa=gqa)
             return z.transpose(1, 2).reshape(q.shape)
         rows = [x.flatten(0, 1).transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q, k, v)]
         outputs = [

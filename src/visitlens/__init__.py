@@ -16,21 +16,21 @@ if (_root / "pyproject.toml").is_file() and not (Path(__file__).parent / "probe"
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "open": "visitlens.probe.opened",
-    "LoopSpec": "visitlens.hooks.loop_plan",
     "ExecutionPlan": "visitlens.hooks.loop_plan",
+    "LoopSpec": "visitlens.hooks.loop_plan",
     "StatArray": "visitlens.probe.measure",
     "VisitlensError": "visitlens.kernels.errors",
+    "capture": "visitlens.hooks.capture",
     "load_model": "visitlens.hooks.models.checkpoint",
-    "record": "visitlens.hooks.recorder",
+    "open": "visitlens.probe.opened",
+    "record": "visitlens.probe.run",
 }
-__all__ = [*_EXPORTS, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'visitlens' has no attribute {name!r}; it has {', '.join(__all__)}")
+    raise AttributeError(f"module 'visitlens' has no attribute {name!r}; it has {', '.join(_EXPORTS)}")
 
 
 def __dir__() -> list[str]:
