@@ -14,6 +14,10 @@ import typer
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.probe.ladder.budget import Budget
 
+_ORDER = (
+    "Up to {whole_documents_until:,} tokens long documents filled consecutive contexts, after that their pieces were shuffled "
+    "(the first order taught little: it was changed midway, for both models at the same token). "
+)
 _MEAN_DOCUMENT = 330  # tokens of a segment in the training mix, within contexts of 1024
 
 
@@ -52,8 +56,8 @@ One of the two tiny models that ship with visitlens to have something real to pr
 ## Training
 
 {training["tokens"]:,} tokens: documents of five categories (code, math and STEM, knowledge, finance, web; {training["training_documents"]:,} documents,
-{training["corpus_tokens"]:,} tokens in all, so less than one pass) in random order, and {recipe["dyck_share"]:.0%} few-shot Dyck prompts, so that a head that reads demonstrations can form
-at this size. A Dyck prompt asks to close a nested bracket string; the answer's style (marker, spacing, separator, end) is drawn afresh per
+{training["corpus_tokens"]:,} tokens in all, so less than one pass) in random order, and few-shot Dyck prompts, so that a head that reads demonstrations can form
+at this size: {recipe["dyck_share"]:.0%} of the tokens up to {recipe["late_dyck_from"]:,}, {recipe["late_dyck_share"]:.0%} after. {_ORDER.format(**recipe) if recipe["whole_documents_until"] else ""}A Dyck prompt asks to close a nested bracket string; the answer's style (marker, spacing, separator, end) is drawn afresh per
 prompt, so that it can only be known from the demonstrations. Documents are packed into contexts of {config.context_length} tokens; attention stays within
 a document. Both models of the pair saw the same sequences.
 
@@ -62,7 +66,8 @@ AdamW (0.9, 0.95), weight decay {recipe["weight_decay"]}, peak rate {recipe["lea
 {training["core_seconds"]:,} seconds of one CPU core. With the corpus and its tokenizer at hand:
 
     python -m visitlens.probe.ladder.train --config config.json --corpus CORPUS --tokenizer tokenizer.json --out RUN \\
-        --tokens {recipe["tokens"]} --learning-rate {recipe["learning_rate"]} --batch {recipe["batch"]} --seed {recipe["seed"]}
+        --tokens {recipe["tokens"]} --learning-rate {recipe["learning_rate"]} --batch {recipe["batch"]} --seed {recipe["seed"]} \\
+        --late-dyck-from {recipe["late_dyck_from"]} --whole-documents-until {recipe["whole_documents_until"]}
 
 ## What it learnt
 
