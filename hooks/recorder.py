@@ -101,6 +101,7 @@ def record(
         StorageError: no room, or another writer.
     """
     recorder = _Recorder(model, contexts, path, statistics, options, provenance, attention_implementation)
+    recorder.refuse_foreign()
     with sole_writer(path, worker=0):
         recorder.run_all(on_progress)
 
@@ -282,7 +283,6 @@ class _Recorder:
 
     def _resume(self) -> tuple[list[dict[str, Any]], int, dict[str, GroupTotals]]:
         """Committed shards, the next context and the totals so far. The shards are the truth, the manifest a cache."""
-        self._refuse_foreign()
         folder = self.path / schema.SHARDS
         folder.mkdir(exist_ok=True)
         for stale in folder.glob("w00-*.tmp"):
@@ -314,15 +314,18 @@ class _Recorder:
                 )
             shards.append(entry)
             context += numbers["context_count"]
-        if shards and len(known) != len(shards):  # the process died between a shard and its entry in the manifest
+        # The process may have died between a shard and its entry in summary and manifest.
+        if shards and (len(known) != len(shards) or not (self.path / schema.SUMMARY).is_file()):
             self._commit_summary(shards, totals, int(self.real_tokens[:context].sum()))
         return shards, context, totals
 
-    def _refuse_foreign(self) -> None:
+    def refuse_foreign(self) -> None:
+        """Before anything is written there: raises RecordingError where the path is a file or holds something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RecordingError(f"{self.path}: a file, not a recording; choose another path")
         ours = {schema.MANIFEST, schema.SUMMARY, schema.SHARDS}
-        foreign = [
-            p.name for p in self.path.iterdir() if p.name.removesuffix(".tmp") not in ours and p.suffix != ".lock"
-        ]
+        names = [p.name for p in self.path.iterdir()] if self.path.exists() else []
+        foreign = [n for n in names if n.removesuffix(".tmp") not in ours and not n.endswith(".lock")]
         if foreign:
             raise RecordingError(
                 f"{self.path}: not an empty folder nor a recording (holds {foreign[0]}); choose another path"

@@ -6,10 +6,11 @@ Every file is opened read-only and checked against the manifest's size; no virtu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from visitlens.hooks import schema  # sets HDF5_PLUGIN_PRELOAD: before h5py
 
@@ -21,6 +22,9 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.kernels.errors import InputError, RecordingError
 
+_SHARD_NAME = re.compile(r"w\d{2,}-\d{6,}\.h5")
+_Read = TypeVar("_Read")
+
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Raises RecordingError: none there, damaged, or another version."""
@@ -28,6 +32,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
         schema.check_version(manifest["format"], manifest["schema_version"], str(file))
+        names = [shard["name"] for shard in manifest["shards"]]
+        if not all(_SHARD_NAME.fullmatch(name) for name in names) or "run" not in manifest:
+            raise KeyError("run or shard names")
     except FileNotFoundError as error:
         hint = (
             "make one with `visitlens record`"
@@ -128,7 +135,7 @@ class Recording:
                 f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
             )
         step = self.plan.step(layer, visit).index
-        return np.concatenate([schema.dataset(file, "attn/p", str(self.path))[:, step] for file in self._files()])
+        return np.concatenate(self._each(lambda file: schema.dataset(file, "attn/p", file.filename)[:, step]))
 
     def _needs(self, what: str) -> None:
         if self.level == "summary":
@@ -136,29 +143,33 @@ class Recording:
                 f"{self.path}: {what} aren't kept at level 'summary'; record again with --level tokens"
             )
 
-    def _files(self) -> Iterator[h5py.File]:
-        for shard in self.shards:
-            path = self.path / schema.SHARDS / shard["name"]
-            try:
-                if path.stat().st_size != shard["bytes"]:
-                    raise RecordingError(
-                        f"{path}: {path.stat().st_size} bytes, the manifest says {shard['bytes']}: damaged"
-                    )
-                with h5py.File(path, "r") as file:
-                    yield file
-            except OSError as error:
-                raise RecordingError(f"{path}: can't be read ({error})") from error
+    def _each(self, read: Callable[[h5py.File], _Read]) -> list[_Read]:
+        """What `read` takes from each shard, in order."""
+        return [self._from_shard(shard, read) for shard in self.shards]
+
+    def _from_shard(self, shard: dict[str, Any], read: Callable[[h5py.File], _Read]) -> _Read:
+        path = self.path / schema.SHARDS / shard["name"]
+        try:
+            if path.stat().st_size != shard["bytes"]:
+                raise RecordingError(
+                    f"{path}: {path.stat().st_size} bytes, the manifest says {shard['bytes']}: damaged"
+                )
+            with h5py.File(path, "r") as file:
+                return read(file)
+        except OSError as error:
+            raise RecordingError(f"{path}: can't be read ({error}); it is missing or damaged") from error
 
     def _concatenate(self, name: str, axis: int, index: int | None = None) -> np.ndarray:
-        parts = []
-        for file in self._files():
+        def read(file: h5py.File) -> np.ndarray | None:
             if name not in file:
-                continue
-            dataset = schema.dataset(file, name, str(self.path))
+                return None
+            dataset = schema.dataset(file, name, file.filename)
             part = dataset[()] if index is None else dataset[index]
             if dataset.attrs.get("logical_dtype", b"") in (b"bfloat16", "bfloat16"):
                 part = (part.astype(np.uint32) << 16).view(np.float32)
-            parts.append(part)
+            return part
+
+        parts = [part for part in self._each(read) if part is not None]
         if not parts:
             raise InputError(f"{self.path}: no dataset {name}")
         return np.concatenate(parts, axis=axis)

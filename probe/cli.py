@@ -222,6 +222,7 @@ def reproduce(
         report = write_report(
             Pair(open_recording(paths["looped"]), open_recording(paths["baseline"])),
             out / "report",
+            formats=("html", "png", "svg", "json", "csv"),
             theme=theme.value,
             on_progress=lambda done, total: progress.update(drawing, completed=done, total=total),
         )

@@ -76,13 +76,13 @@ class RecordedRun:
         Raises:
             RecordingError: the recording doesn't hold it (the message names what it holds, or why not).
         """
-        if name in self._stats:
-            return self._stats[name]
         totals = self.recording.totals.get(name)
         if totals is None:
             near = difflib.get_close_matches(name, self.measures, 3) or self.measures
             why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
             raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; did you mean {', '.join(near)}?")
+        if name in self._stats:
+            return self._stats[name]
         grouped = totals.total.shape[0] == self.groups
         measure = Measure.from_attributes(name, totals.attributes, grouped)
         values, replicates = mean_and_replicates(totals.total, totals.count, self._weights if grouped else None)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -21,6 +22,8 @@ from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
 
 torch.set_num_threads(1)
+settings.register_profile("visitlens", deadline=None)  # a busy machine is no failure
+settings.load_profile("visitlens")
 
 VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2

@@ -63,6 +63,8 @@ def read_documents(path: Path) -> Iterator[Document]:
                     yield _from_json(line, f"{path}:{number}")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise InputError(f"{path}: a damaged or truncated archive ({error}); copy or fetch it again") from error
 
 
 def _kind(path: Path) -> str:

@@ -172,6 +172,19 @@ def test_the_summary_does_not_depend_on_the_batch_in_float64(
     assert_same_totals(one.recording.totals, three.recording.totals, 1e-9)
 
 
+@pytest.mark.parametrize("groups", [128, 4])
+def test_every_token_is_summed_in_the_group_of_its_document(
+    groups: int, model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording, tmp_path: Path
+) -> None:
+    rec = make_recording(model, text, tmp_path / "r.vlens", level="summary", groups=groups, shard_tokens=70).recording
+    of_token = text.document_groups(groups)[text.segment_document[text.segments[text.segments >= 0]]]
+    resid = raw(model, text, ("resid",))["resid", 3].double()
+    size = (resid.square().mean(1)).sqrt().numpy()
+    totals = rec.totals["resid_rms"]
+    np.testing.assert_array_equal(totals.count[:, 3], np.bincount(of_token))
+    np.testing.assert_allclose(totals.total[:, 3], np.bincount(of_token, size), rtol=1e-6)
+
+
 def test_every_level_has_the_same_summary(
     model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording, tmp_path: Path
 ) -> None:

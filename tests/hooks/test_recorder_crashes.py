@@ -146,7 +146,7 @@ def test_stale_partial_files_are_removed(resume, unbroken: Recording, text: Pack
     path = tmp_path / "r.vlens"
     with pytest.raises(Crash):
         resume(path, on_progress=crash_after(3))
-    for name in ("shards/w00-000001.h5.tmp", "summary.h5.tmp", "manifest.json.tmp"):
+    for name in ("shards/w00-000001.h5.tmp", "shards/w00-000099.h5.tmp", "summary.h5.tmp", "manifest.json.tmp"):
         (path / name).write_bytes(b"half a file")
     assert_whole(resume(path), unbroken, text)
 
