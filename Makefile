@@ -31,7 +31,7 @@ bench: .venv/test-ready
 
 .venv/test-ready: .venv/run-ready
 	$(PIP) -e '.[dev]'
-	./docs/install-chromium.sh
+	.ci/install-chromium
 	touch $@
 
 clean:

@@ -38,6 +38,7 @@ from visitlens.probe.statistics.attended_tokens import AttendedTokens
 from visitlens.probe.statistics.base import Geometry
 from visitlens.probe.statistics.sink_mass import SinkMass
 
+_MEMORY_RUNS = 5  # the allocator alone makes runs differ by 100 MB
 ATTENTION = {m.name for statistic in (AttendedTokens, SinkMass) for m in statistic.measures}
 
 
@@ -45,7 +46,7 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON file for the results")] = Path("recording.json"),
     rounds: Annotated[int, typer.Option(help="interleaved rounds")] = 7,
     tokens: Annotated[int, typer.Option(help="tokens of the sample per run")] = 8192,
-    memory_of: Annotated[str, typer.Option(help="internal: plain or record, prints its peak memory")] = "",
+    memory_of: Annotated[str, typer.Option(help="internal: prints the peak memory of one run")] = "",
 ) -> None:
     """Times plain forward and recording in turn on the bundled pair, then measures memory on a wider random model."""
     torch.set_num_threads(1)
@@ -60,7 +61,7 @@ def main(
         "tokens": tokens,
         "rounds": rounds,
         "ratio_to_plain_forward": {name: _ratios(folder, tokens, rounds) for name, folder in PAIR.items()},
-        "peak_memory_mb_at_4096": {what: _memory(what) for what in ("plain", "record")},
+        "peak_memory_mb_at_4096": {what: _memory(what) for what in ("plain", "record, torch", "record, numba")},
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
@@ -119,7 +120,8 @@ def _record(model: LoopedMoE, contexts: PackedTokens, level: str, measures: list
 
 def _memory(what: str) -> float:
     command = [sys.executable, __file__, "--memory-of", what]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(_MEMORY_RUNS)]
+    return statistics.median(float(run) for run in runs)
 
 
 def _long_context_run(what: str) -> None:
@@ -147,7 +149,8 @@ def _long_context_run(what: str) -> None:
     if what == "plain":
         _plain(model, contexts)
     else:
-        _record(model, contexts, "summary", list(_collector(model, contexts).measures), "auto")
+        implementation = "numba" if what.endswith("numba") else "torch"
+        _record(model, contexts, "summary", list(_collector(model, contexts).measures), implementation)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,14 @@ from visitlens.hooks.sites import SITES, check_sites
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.attention_rows import RowStatistics, VisitOverlaps, row_statistics, visit_overlaps
 from visitlens.kernels.errors import InputError
+from visitlens.kernels.memory import return_freed_memory
 from visitlens.kernels.segments import Segments
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
+
+
+_MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second per GB
 
 
 class Captured:
@@ -45,8 +49,12 @@ class Captured:
         self._values[site][step] = value.detach()
 
     def clear(self) -> None:
+        """Lets go of every value, and of the memory where that is much."""
+        held = sum(value.nbytes for values in self._values.values() for value in values.values())
         for values in self._values.values():
             values.clear()
+        if held > _MUCH:
+            return_freed_memory()
 
 
 @contextmanager

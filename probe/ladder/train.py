@@ -9,11 +9,9 @@ stream depends on the seed, the corpus, the tokenizer, the context length and th
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -31,6 +29,7 @@ from visitlens.hooks.models.checkpoint import load_tokenizer, save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.kernels.memory import keep_freed_memory
 from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.ladder.documents import PackedTokens, Packer, encode, pack, read_documents
 from visitlens.probe.ladder.evaluate import dyck_by_shots, text_loss
@@ -212,14 +211,6 @@ class Trainer:
         target, self.seconds = int(metadata["seen"]), float(metadata["seconds"])
         while self.seen < target:
             self.seen += self.stream.next_batch()[0].numel()
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc keep freed blocks: fresh pages cost a third of a training step on CPU. No effect elsewhere."""
-    if sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt"):
-        libc, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_max, 0)
 
 
 def main(

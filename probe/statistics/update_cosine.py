@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack, wide
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -27,7 +27,9 @@ class UpdateCosine(Statistic):
     sites = frozenset({"attn_write", "moe_write"})
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        steps = range(len(geometry.plan))
-        updates = stack([wide(values.site("attn_write", s)) + wide(values.site("moe_write", s)) for s in steps])
-        unit = updates / updates.norm(dim=-1, keepdim=True)
-        return {"update_cosine": TokenValues(torch.bmm(unit, unit.transpose(1, 2)))}
+        first = wide(values.site("attn_write", 0))
+        units = first.new_empty(first.shape[0], len(geometry.plan), first.shape[1])  # one copy of all updates, no more
+        for step in range(len(geometry.plan)):
+            update = wide(values.site("attn_write", step)) + wide(values.site("moe_write", step))
+            units[:, step] = update / update.norm(dim=-1, keepdim=True)
+        return {"update_cosine": TokenValues(torch.bmm(units, units.transpose(1, 2)))}
