@@ -63,7 +63,7 @@ a document. Both models of the pair saw the same sequences.
 
 AdamW (0.9, 0.95), weight decay {recipe["weight_decay"]}, peak rate {recipe["learning_rate"]}, {recipe["warmup_tokens"]:,} tokens of warm-up, then constant, cosine decay over the last
 {recipe["decay_share"]:.0%}; {recipe["batch"]} contexts per update, gradients clipped to {recipe["clip"]}, load-balance loss {config.load_balance_coef}, router z loss {config.router_z_coef}; seed {recipe["seed"]}.
-{training["core_seconds"]:,} seconds of one CPU core. With the corpus and its tokenizer at hand:
+{training["core_seconds"]:,} seconds of one CPU core. {training.get("notes", "")}With the corpus and its tokenizer at hand:
 
     python -m visitlens.probe.ladder.train --config config.json --corpus CORPUS --tokenizer tokenizer.json --out RUN \\
         --tokens {recipe["tokens"]} --learning-rate {recipe["learning_rate"]} --batch {recipe["batch"]} --seed {recipe["seed"]} \\
