@@ -97,11 +97,12 @@ def _sum_by_group(token_values: TokenValues, groups: Tensor, num_groups: int) ->
     if token_values.valid is not None:
         left_out = (~token_values.valid).expand_as(values).sum(0)
     non_finite = (~finite if token_values.valid is None else ~finite & token_values.valid).sum(0)
-    membership = torch.nn.functional.one_hot(groups, num_groups).T.double()
-    total = membership @ values.double().masked_fill(~valid, 0.0).flatten(1)
-    count = membership @ valid.double().flatten(1)
-    shape = (num_groups, *values.shape[1:])
-    return total.view(shape), count.view(shape), left_out, non_finite
+    present, compact = groups.unique(return_inverse=True)  # a batch holds few of the groups
+    membership = torch.nn.functional.one_hot(compact, len(present)).T.double()
+    total, count = (torch.zeros(num_groups, *values.shape[1:], dtype=torch.float64) for _ in range(2))
+    total.flatten(1)[present] = membership @ values.double().masked_fill(~valid, 0.0).flatten(1)
+    count.flatten(1)[present] = membership @ valid.double().flatten(1)
+    return total, count, left_out, non_finite
 
 
 def _with_nan(token_values: TokenValues) -> Tensor:
