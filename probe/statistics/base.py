@@ -99,12 +99,6 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
-def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine over the last axis; NaN where a vector is zero."""
-    a, b = wide(a), wide(b)
-    return (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1))
-
-
 def rms(value: Tensor) -> Tensor:
     """||x|| / sqrt(size) over the last axis; NaN for an infinite one, so that no ratio with it is a number."""
     size = wide(value).norm(dim=-1) * value.shape[-1] ** -0.5

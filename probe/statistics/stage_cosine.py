@@ -8,7 +8,7 @@ import torch
 
 from visitlens.hooks.loop_plan import VisitPair
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, cosine
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
 from visitlens.probe.statistics.names import KV_STAGES, Q_STAGES, STAGES
 
 if TYPE_CHECKING:
@@ -47,14 +47,22 @@ class StageCosine(Statistic):
     looped_only = True
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        def both(pair: VisitPair, stage: str) -> tuple[torch.Tensor, torch.Tensor]:
+        def parts(pair: VisitPair, stage: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            """Dot product and both squared norms, by head where there are heads: the whole vector's are their sums."""
             site = "attn_write" if stage == "O" else stage
-            return values.site(site, pair.earlier.index), values.site(site, pair.later.index)
+            a, b = (wide(values.site(site, step.index)) for step in (pair.earlier, pair.later))
+            return (a * b).sum(-1), (a * a).sum(-1), (b * b).sum(-1)
+
+        def cosine(dot: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return dot / (a.sqrt() * b.sqrt())
 
         pairs = geometry.plan.pairs
-        whole = [[cosine(*(x.flatten(1) for x in both(pair, stage))) for stage in STAGES] for pair in pairs]
-        q_heads = [[cosine(*both(pair, stage)) for stage in Q_STAGES] for pair in pairs]
-        kv_heads = [[cosine(*both(pair, stage)) for stage in KV_STAGES] for pair in pairs]
+        by_stage = [{stage: parts(pair, stage) for stage in STAGES} for pair in pairs]
+        whole = [
+            [cosine(*(p if p.ndim == 1 else p.sum(-1) for p in found[stage])) for stage in STAGES] for found in by_stage
+        ]
+        q_heads = [[cosine(*found[stage]) for stage in Q_STAGES] for found in by_stage]
+        kv_heads = [[cosine(*found[stage]) for stage in KV_STAGES] for found in by_stage]
         results = {"stage_cosine": whole, "stage_cosine_heads": q_heads, "stage_cosine_kv_heads": kv_heads}
         return {
             name: TokenValues(torch.stack([torch.stack(stages, dim=1) for stages in value], dim=1))
