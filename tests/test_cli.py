@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import visitlens as vl
+from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.cli import main
 
 TEXT = [
     "A looped block runs the same layers twice; each run is a visit.",

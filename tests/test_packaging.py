@@ -29,7 +29,7 @@ def test_wheel_holds_the_four_folders_once_and_the_bundled_files(built: Path) ->
     wanted = {
         "visitlens/__init__.py",
         "visitlens/py.typed",
-        "visitlens/probe/cli.py",
+        "visitlens/app/cli.py",
         "visitlens/hooks/recorder.py",
         "visitlens/kernels/segments.py",
         "visitlens/probe/statistics/sink_mass.py",
@@ -43,7 +43,7 @@ def test_wheel_holds_the_four_folders_once_and_the_bundled_files(built: Path) ->
 def test_source_distribution_holds_what_a_build_needs(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    assert {"pyproject.toml", "README.md", "LICENSE", "probe/cli.py", "kernels/segments.py"} <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "app/cli.py", "kernels/segments.py"} <= names
 
 
 def test_the_wheel_runs_from_another_folder(built: Path, tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""`visitlens` on the command line. A file of `commands/` is a command: its function (or Typer group) of the file's name.
+
+Thin: every command calls one function. Commands import what is heavy when they run.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import sys
+from importlib import import_module
+from typing import Annotated
+
+import typer
+
+from visitlens import __version__
+from visitlens.app import commands
+from visitlens.app.console import console, plain
+from visitlens.kernels.errors import VisitlensError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True)
+def about(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """What each visit of a looped Mixture-of-Experts transformer does: record it, measure it, draw it."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+for _module in pkgutil.iter_modules(commands.__path__):
+    _command = getattr(import_module(f"{commands.__name__}.{_module.name}"), _module.name)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_module.name)
+    else:
+        app.command(_module.name)(_command)
+
+
+def main() -> None:
+    """Runs the command line; every error on purpose is one line and a non-zero exit."""
+    try:
+        app(standalone_mode=True)
+    except VisitlensError as error:
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        console.print(f"[bold red]error:[/] {plain(message)}")
+        sys.exit(1)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("torch", "transformer_lens", "safetensors", "tokenizers"):
+            raise
+        console.print(
+            f"[bold red]error:[/] this command runs a model and needs {error.name}: pip install 'visitlens[model]'"
+        )
+        sys.exit(1)
+    except KeyboardInterrupt:
+        console.print("stopped; what is recorded is kept, and the same command goes on from there")
+        sys.exit(130)

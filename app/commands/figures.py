@@ -1,0 +1,48 @@
+"""`visitlens figures`: draw figures from recordings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from visitlens.app.console import Theme, comma_separated, progress_bar, warnings_once
+from visitlens.kernels.errors import InputError
+
+
+def figures(
+    looped: Annotated[Path | None, typer.Argument(help="Recording of the looped model.")] = None,
+    baseline: Annotated[Path | None, typer.Argument(help="Recording of its unlooped Baseline.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("figures"),
+    only: Annotated[str, typer.Option(help="Comma-separated slugs, html:N or pdf:N; all by default.")] = "",
+    formats: Annotated[
+        str, typer.Option(help="Comma-separated: html, png, svg, pdf, json, csv.")
+    ] = "html,png,svg,json",
+    theme: Annotated[Theme, typer.Option(help="Colours.")] = Theme.light,
+    list_: Annotated[bool, typer.Option("--list", help="List the figures and where the paper has them.")] = False,
+) -> None:
+    """Draw figures from recordings."""
+    from visitlens.probe.figures.base import registered
+    from visitlens.probe.figures.export import write_figures
+    from visitlens.probe.figures.pair import Pair
+    from visitlens.probe.opened import open as open_recording
+
+    if list_:
+        for figure in registered():
+            typer.echo(f"{figure.slug:<18} html:{figure.html:<4} pdf:{figure.pdf:<4} {figure.title}")
+        return
+    if looped is None:
+        raise InputError("name a recording: visitlens figures LOOPED.vlens [BASELINE.vlens] --out FOLDER")
+    with progress_bar() as progress, warnings_once():
+        task = progress.add_task("drawing", total=None)
+        written = write_figures(
+            Pair(open_recording(looped), open_recording(baseline) if baseline else None),
+            out,
+            slugs=comma_separated(only) or None,
+            formats=comma_separated(formats),
+            theme=theme.value,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    for file in written:
+        typer.echo(file)

@@ -1,0 +1,44 @@
+"""`visitlens info`: what a recording holds and where it comes from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def info(
+    recording: Annotated[Path, typer.Argument(help="A recording.")],
+    measures: Annotated[bool, typer.Option("--measures", help="List every measure with its definition.")] = False,
+) -> None:
+    """Say what a recording holds and where it comes from."""
+    from visitlens.hooks.shards import readable_bytes
+    from visitlens.probe.opened import open as open_recording
+
+    rec = open_recording(recording)
+    stored, config, run = rec.recording, rec.recording.config, rec.recording.run
+    rows = {
+        "recording": f"{recording}  ({'complete' if stored.complete else 'unfinished'})",
+        "model": f"{stored.provenance.get('checkpoint')}, {config['num_layers']} layers, hidden size {config['hidden_size']}, "
+        f"{config['num_heads']} heads, {config['num_experts']} experts of which {config['experts_per_token']} are used",
+        "loop": f"layers {min(rec.plan.looped_layers)}-{max(rec.plan.looped_layers)} run {max(rec.plan.visits.values())} times, {len(rec.plan)} steps"
+        if rec.looped
+        else "none (unlooped)",
+        "text": f"{stored.tokens:,} of {run['tokens']:,} tokens, {stored.documents} documents in {rec.groups} groups, from {stored.provenance.get('text')}",
+        "level": f"{stored.level}, {run['config']['dtype']}",
+        "size": f"{readable_bytes(sum(s['bytes'] for s in stored.shards))} in {len(stored.shards)} shards",
+        "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
+        "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
+    }
+    for name, value in rows.items():
+        typer.echo(f"{name:<10} {value}")
+    bad = {name: int(t.non_finite.sum()) for name, t in stored.totals.items() if t.non_finite.any()}
+    if bad:
+        typer.echo(f"warning    values that were NaN or infinite, left out of every mean: {bad}")
+    if not measures:
+        typer.echo(f"measures   {len(rec.measures)} (list them with --measures)")
+        return
+    for name in rec.measures:
+        measure = rec.stat(name).measure
+        typer.echo(f"\n{name} [{', '.join(measure.axes)}] in {measure.unit}\n  {measure.definition}  ({measure.paper})")

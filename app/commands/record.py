@@ -1,0 +1,83 @@
+"""`visitlens record`: run a model over text and record what each visit does."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from visitlens.app.console import console, loading, progress_bar
+from visitlens.kernels.errors import InputError
+
+
+class Level(StrEnum):
+    summary = "summary"
+    tokens = "tokens"
+    activations = "activations"
+    maps = "maps"
+
+
+def record(
+    checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and tokenizer.json.")],
+    text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
+    level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
+    sites: Annotated[str, typer.Option(help="For level activations: comma-separated, e.g. Q,K,attn_write.")] = "",
+    token_range: Annotated[str, typer.Option(help="For level activations: START:STOP, in tokens.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Stop after the context in which this token falls.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per context; the model's own length by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
+    groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
+    shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
+) -> None:
+    """Run a model over text and record what each visit does."""
+    with loading("torch and the model"):
+        from visitlens.hooks.recorder import RecordingOptions
+        from visitlens.hooks.shards import readable_bytes
+        from visitlens.probe.run import PreparedRun, RunRequest
+
+        options = RecordingOptions(
+            level=level.value,
+            sites=tuple(s.strip() for s in sites.split(",") if s.strip()),
+            activation_tokens=token_bounds(token_range),
+            groups=groups,
+            batch=batch,
+            shard_tokens=shard_tokens,
+        )
+        request = RunRequest(
+            checkpoint=checkpoint,
+            text=text,
+            out=out,
+            options=options,
+            dtype=dtype,
+            device=device,
+            context_length=context,
+            max_tokens=max_tokens,
+            threads=threads,
+        )
+        run = PreparedRun(request)
+    size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
+    console.print(
+        f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
+    )
+    with progress_bar() as progress:
+        task = progress.add_task("recording", total=None)
+        run.record(lambda done, total: progress.update(task, completed=done, total=total))
+    typer.echo(out)
+
+
+def token_bounds(text: str) -> tuple[int, int] | None:
+    if not text:
+        return None
+    try:
+        start, stop = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise InputError(f"expected a token range START:STOP, for example 0:4096, got {text!r}") from None
+    if not 0 <= start < stop:
+        raise InputError(f"expected 0 <= START < STOP, got {text!r}")
+    return start, stop

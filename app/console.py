@@ -1,0 +1,58 @@
+"""What the commands share: the console, progress, lists in options. Progress and messages go to stderr, results to stdout."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+console = Console(stderr=True, highlight=False)
+
+
+class Theme(StrEnum):
+    light = "light"
+    dark = "dark"
+    paper = "paper"
+
+
+def plain(text: str) -> str:
+    """Without rich markup."""
+    return text.replace("[", r"\[")
+
+
+def comma_separated(text: str) -> tuple[str, ...]:
+    """The parts of `a, b,c`."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """A line that says what is being waited for."""
+    with console.status(f"loading {what} ..."):
+        yield
+
+
+def progress_bar() -> Progress:
+    """Spinner, bar, count and time left, on stderr."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+@contextmanager
+def warnings_once() -> Iterator[None]:
+    """Python warnings as plain lines, each once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default", UserWarning)
+        yield
+    for message in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
+        console.print(f"[yellow]warning:[/] {plain(message)}")
