@@ -68,18 +68,20 @@ def jobs_of(
     Raises:
         InputError: a cell that the plan doesn't have.
     """
-    vocabulary = vocabulary_size(corpus)
-    special = {f"{name}_token_id": value for name, value in vars(corpus.special).items()}
     cadence = Cadence(dyck_prompts=plan.dyck_prompts)
     jobs = []
     for round_ in range(horizons or plan.horizons):
         for cell in chosen_cells(plan, cells):
             recipe = Recipe.of(
-                tokens or cell.scale.tokens, horizons=horizons or plan.horizons, seed=seed, batch=plan.batch
+                tokens or cell.scale.tokens,
+                horizons=horizons or plan.horizons,
+                seed=seed,
+                batch=plan.batch,
+                learning_rate=plan.learning_rate,
             )
             recipe = replace(recipe, horizons=recipe.horizons[: round_ + 1])
             for side in ("baseline", "looped"):
-                config = replace(getattr(cell, side), vocab_size=vocabulary, **special)
+                config = adapted(getattr(cell, side), corpus)
                 name = f"{cell.name} {side}"
                 jobs.append(Job(name, config, recipe, corpus.folder, out / cell.name / side, cadence))
     return jobs
@@ -100,10 +102,12 @@ def _named(cell: CellPlan, name: str) -> bool:
     return name in (cell.name, cell.scale.name, f"S{cell.level}")
 
 
-def vocabulary_size(corpus: Corpus) -> int:
+def adapted(config: LoopedMoEConfig, corpus: Corpus) -> LoopedMoEConfig:
+    """With the vocabulary and special tokens of the corpus's tokenizer."""
     from visitlens.hooks.models.checkpoint import load_tokenizer
 
-    return load_tokenizer(corpus.tokenizer_file).get_vocab_size()
+    special = {f"{name}_token_id": value for name, value in vars(corpus.special).items()}
+    return replace(config, vocab_size=load_tokenizer(corpus.tokenizer_file).get_vocab_size(), **special)
 
 
 def train_grid(
