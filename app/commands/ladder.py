@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from visitlens.app.console import comma_separated, console, loading, plain, progress_bar
+from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.probe.ladder.corpus import Corpus
@@ -165,6 +166,65 @@ def table(
     from visitlens.probe.ladder.results import results_tables
 
     typer.echo(results_tables(folders))
+
+
+@ladder.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A grid's folder, with grid.json.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="An empty or new folder.")],
+) -> None:
+    """Copy a grid's checkpoints and grid.json, without the runs' states: what one passes on."""
+    from visitlens.probe.ladder.grid_training import export_grid
+
+    grid = export_grid(folder, out)
+    typer.echo(f"{len(grid.cells)} pairs in {out}")
+
+
+@ladder.command()
+def match(
+    baseline: Annotated[Path, typer.Argument(help="A Baseline's config.json or checkpoint folder.")],
+    span: Annotated[str, typer.Option(help="START:STOP, the layers to loop, 0-based.")],
+    visits: Annotated[int, typer.Option(help="How often they run.")] = 2,
+    experts: Annotated[str, typer.Option(help="Expert counts to try; solved for by default.")] = "",
+    mean_document: Annotated[float, typer.Option(help="Tokens; the paper's by default.")] = 780,
+    steps: Annotated[str, typer.Option(help="Multiples for hidden size, head dim, expert dim, experts.")] = "8,2,8,8",
+    full_width: Annotated[
+        bool, typer.Option(help="Query width = hidden size only, as the paper's sparse rows.")
+    ] = False,
+    limit: Annotated[int, typer.Option(help="Candidates to print.")] = 10,
+    write: Annotated[Path | None, typer.Option(help="Write the first one's config.json here.")] = None,
+) -> None:
+    """Find looped configurations with a Baseline's FLOPs, parameters and KV cache."""
+    import json
+
+    from visitlens.probe.ladder import tables
+    from visitlens.probe.ladder.match import Steps
+    from visitlens.probe.ladder.match import match as solve
+
+    found = solve(
+        tables.read_config(baseline),
+        loop_start=_integers(span, ":", 2)[0],
+        loop_stop=_integers(span, ":", 2)[1],
+        visits=visits,
+        mean_document=mean_document,
+        steps=Steps(*_integers(steps, ",", 4)),
+        experts=_integers(experts, ",") or None,
+        full_width=full_width,
+        limit=limit,
+    )
+    typer.echo(tables.candidates_table(found))
+    if write is not None:
+        write.write_text(json.dumps(found[0].config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def _integers(text: str, separator: str, count: int | None = None) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(separator) if part.strip()]
+    except ValueError:
+        numbers = []
+    if (text and not numbers) or (count is not None and len(numbers) != count):
+        raise InputError(f"expected {count or ''} whole numbers with {separator!r} between, got {text!r}")
+    return numbers
 
 
 def _prepared(folder: Path, text: str | None, tokenizer: Path | None, quiet: bool = False) -> Corpus:

@@ -121,8 +121,8 @@ MINI = GridPlan(
 NANO = GridPlan(
     "nano",
     (
-        Scale("24K", 16, 4, 2, 6, 12, 4, (1, 3), tokens=60_000),
-        Scale("49K", 28, 4, 2, 12, 12, 4, (1, 3), tokens=60_000),
+        Scale("24K", 16, 4, 2, 6, 12, 4, (1, 3), tokens=40_000),
+        Scale("49K", 28, 4, 2, 12, 12, 4, (1, 3), tokens=40_000),
     ),
     ("0", "85"),
     context=384,
