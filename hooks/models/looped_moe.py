@@ -72,6 +72,7 @@ class ExpertHooks(nn.Module):
         self.hook_router_logits = HookPoint()
         self.hook_expert_indices = HookPoint()
         self.hook_expert_weights = HookPoint()
+        self.hook_expert_in = HookPoint()  # what the experts read, apart from what the router read
 
 
 class VisitHooks(nn.Module):
@@ -116,6 +117,7 @@ class MixtureOfExperts(nn.Module):
         gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
         if aux is not None:
             aux.append((logits, experts))
+        x = batched(hooks.hook_expert_in, x)
         out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
             gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
