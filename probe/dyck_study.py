@@ -15,6 +15,7 @@ from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy, Grouped
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
 from visitlens.probe.measure import Measure
+from visitlens.probe.statistics.base import wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -188,7 +189,7 @@ def _target_patterns(model: LoopedMoE, batch: _Padded, layers: Sequence[int]) ->
     for step, (q_name, k_name) in names.items():
         q = kept[q_name][torch.arange(len(at)).unsqueeze(1), at]
         k = kept[k_name].repeat_interleave(spread, dim=2)
-        scores = torch.einsum("pthd,pkhd->phtk", q.float(), k.float()) * model.config.head_dim**-0.5
+        scores = torch.einsum("pthd,pkhd->phtk", wide(q), wide(k)) * model.config.head_dim**-0.5
         patterns[step] = scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1)
     return torch.stack([torch.stack([patterns[s] for s in steps if s.layer == layer]) for layer in layers])
 
