@@ -323,7 +323,7 @@ class _Recorder:
         """Before anything is written there: raises RecordingError where the path is a file or holds something else."""
         if self.path.exists() and not self.path.is_dir():
             raise RecordingError(f"{self.path}: a file, not a recording; choose another path")
-        ours = {schema.MANIFEST, schema.SUMMARY, schema.SHARDS}
+        ours = {schema.MANIFEST, schema.SUMMARY, schema.SHARDS, "analyses"}
         names = [p.name for p in self.path.iterdir()] if self.path.exists() else []
         foreign = [n for n in names if n.removesuffix(".tmp") not in ours and not n.endswith(".lock")]
         if foreign:
