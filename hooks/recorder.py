@@ -22,6 +22,7 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.recording import read_manifest, shard_names
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, commit, commit_json, sole_writer
@@ -125,7 +126,9 @@ def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: Recordi
     }
     item = next(model.parameters()).element_size()
     for name in options.sites:
-        parts[name] = steps * item * int(np.prod([widths[axis] for axis in SITES[name].axes]))
+        axes = SITES[name].axes
+        width = config.width(name) if isinstance(model, InstrumentedModel) else [widths[axis] for axis in axes]
+        parts[name] = steps * item * int(np.prod(width))
     if options.level == "maps":
         parts["maps"] = steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
     return parts
@@ -146,6 +149,12 @@ class _Recorder:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
             )
+        if isinstance(model, InstrumentedModel):
+            model.check_sites(options.sites)
+            if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
+                raise InputError(
+                    f"level 'maps' needs attention at every step, which {model.config.family} doesn't have"
+                )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
         self.dtype = next(model.parameters()).dtype
@@ -167,6 +176,7 @@ class _Recorder:
             "tokens": contexts.num_tokens,
             "documents": len(contexts.document_hash),
             "provenance": dict(provenance),
+            "left_out": dict(getattr(statistics, "left_out", {})),
         }
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
@@ -184,7 +194,7 @@ class _Recorder:
         left = total - done
         check_room(self.path, left * bytes_per_token(self.model, self.statistics, self.options))
         sites = self.statistics.sites | set(self.options.sites)
-        if self.options.level != "summary":
+        if self.options.level != "summary" and self.model.config.experts_per_token:
             sites |= {"experts", "gates"}
         if self.options.level == "maps":
             sites |= {"P"}
@@ -222,13 +232,10 @@ class _Recorder:
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
-            shard.keep(
-                "routing/ids", torch.stack([values.site("experts", s) for s in steps]).cpu().numpy().astype(np.uint16)
-            )
-            shard.keep(
-                "routing/gate",
-                torch.stack([values.site("gates", s) for s in steps]).cpu().float().numpy().astype(np.float16),
-            )
+            if self.model.config.experts_per_token:
+                ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
+                shard.keep("routing/ids", ids.numpy().astype(np.uint16))
+                shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:
