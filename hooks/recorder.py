@@ -23,6 +23,7 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
@@ -173,6 +174,7 @@ def describe_run(
         "tokens": contexts.num_tokens,
         "documents": len(contexts.document_hash),
         "provenance": dict(provenance),
+        "left_out": dict(getattr(statistics, "left_out", {})),
     }
 
 
@@ -200,7 +202,9 @@ def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: Recordi
     }
     item = next(model.parameters()).element_size()
     for name in options.sites:
-        parts[name] = steps * item * int(np.prod([widths[axis] for axis in SITES[name].axes]))
+        axes = SITES[name].axes
+        width = config.width(name) if isinstance(model, InstrumentedModel) else [widths[axis] for axis in axes]
+        parts[name] = steps * item * int(np.prod(width))
     if options.level == "maps":
         parts["maps"] = steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
     return parts
@@ -226,13 +230,19 @@ class ShardWriter:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
             )
+        if isinstance(model, InstrumentedModel):
+            model.check_sites(options.sites)
+            if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
+                raise InputError(
+                    f"level 'maps' needs attention at every step, which {model.config.family} doesn't have"
+                )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
         self.dtype = next(model.parameters()).dtype
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
-        if options.level != "summary":
+        if options.level != "summary" and model.config.experts_per_token:
             sites |= {"experts", "gates"}
         if options.level == "maps":
             sites |= {"P"}
@@ -273,13 +283,10 @@ class ShardWriter:
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
-            shard.keep(
-                "routing/ids", torch.stack([values.site("experts", s) for s in steps]).cpu().numpy().astype(np.uint16)
-            )
-            shard.keep(
-                "routing/gate",
-                torch.stack([values.site("gates", s) for s in steps]).cpu().float().numpy().astype(np.float16),
-            )
+            if self.model.config.experts_per_token:
+                ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
+                shard.keep("routing/ids", ids.numpy().astype(np.uint16))
+                shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:

@@ -85,6 +85,8 @@ class RecordedRun:
         if totals is None:
             near = difflib.get_close_matches(name, self.measures, 3) or self.measures
             why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
+            if reason := self.recording.run.get("left_out", {}).get(name):
+                raise RecordingError(f"{self.recording.path}: {name} was left out of this model: {reason}")
             raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; did you mean {', '.join(near)}?")
         if name in self._stats:
             return self._stats[name]
