@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from visitlens.app.registry import Entry, Registry
 from visitlens.app.state import Selection, fit, parse
@@ -15,6 +16,9 @@ from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.theme import DARK, LIGHT, Theme
 from visitlens.probe.opened import RecordedRun
+
+_Kept = TypeVar("_Kept")
+_MOST_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,17 @@ class Context:
     def texts(self) -> TokenTexts:
         """Token ids as text."""
         return TokenTexts(self.checkpoint)
+
+    def remember(self, key: str, version: str, make: Callable[[], _Kept]) -> _Kept:
+        """What `make` gives, kept until the version changes; the few used last are kept."""
+        kept: OrderedDict[str, tuple[str, Any]] = self.services.setdefault("remembered", OrderedDict())
+        found = kept.pop(key, None)
+        if found is None or found[0] != version:
+            found = (version, make())
+        kept[key] = found
+        while len(kept) > _MOST_KEPT:
+            kept.popitem(last=False)
+        return found[1]
 
     def href(self, path: str, selection: Selection | None = None) -> str:
         """A link into the dashboard, behind the prefix."""
@@ -66,6 +81,11 @@ class View:
         assert self.entry is not None
         return self.context.registry.pair(self.entry.id, self.selection.other)
 
+    def remember(self, key: str, make: Callable[[], _Kept]) -> _Kept:
+        """What `make` reads from the recording, kept until its files change."""
+        assert self.entry is not None
+        return self.context.remember(f"{self.entry.id}:{key}", self.entry.version, make)
+
     @property
     def layer(self) -> int:
         """Chosen, else the first looped one, else 0."""
@@ -86,9 +106,7 @@ class View:
         return self.context.href(path or self.path, self.selection.change(**changes))
 
 
-def view_of(
-    context: Context, path: str, search: str, theme: str = "light", parameters: tuple[str, ...] = ()
-) -> View:
+def view_of(context: Context, path: str, search: str, theme: str = "light", parameters: tuple[str, ...] = ()) -> View:
     """The view that a URL asks for: the first recording where it names none, warnings where it names what isn't there."""
     selection, warnings = parse(search, parameters)
     registry = context.registry
@@ -128,7 +146,9 @@ def describe_needs(view: View, needs: Mapping[str, str] | tuple[str, ...]) -> st
     if run is None:
         return view.entry.error
     if "looped" in needs and not run.looped:
-        return f"{run.name} runs every layer once, so there are no visits to compare. Choose a looped model's recording."
+        return (
+            f"{run.name} runs every layer once, so there are no visits to compare. Choose a looped model's recording."
+        )
     if "routing" in needs and not routed(run):
         return f"{run.name} has dense feed-forward layers: without experts there is no routing to show."
     if "tokens" in needs and run.recording.level == "summary":

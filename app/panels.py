@@ -8,7 +8,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.app import plots
 from visitlens.app.context import View
+from visitlens.probe.cross_visit import TwoVisits
 from visitlens.probe.figures.drawing import HEAD_MARGIN
 from visitlens.probe.figures.export import Drawing
 from visitlens.probe.figures.generic import label_text, plot_stat
@@ -28,7 +30,8 @@ class Panel:
     (a function, called when asked). `code` are the notebook lines that draw it. `links`: what a click on a point or cell
     opens, `{"path": "/heads", "x": "head", "y": "layer"}` (the parameter takes the number that the label starts with) or
     `{"hrefs": [[...]]}` by row and column. `morph`: indices of two heat maps, the first of which a slider turns into the
-    second. `linked`: hovering one heat map marks the same cell in all. `tools` are further components above the chart.
+    second. `linked`: hovering one heat map marks the same cell in all. `zoom`: of a pooled map, `factor` and the
+    first cells of its blocks (`rows`, `columns`): zooming in fetches that part. `tools` are further components above the chart.
     """
 
     key: str
@@ -41,21 +44,24 @@ class Panel:
     links: Mapping[str, Any] | None = None
     morph: tuple[int, int] | None = None
     linked: bool = False
+    zoom: Mapping[str, Any] | None = None
     tools: Sequence[Any] = field(default_factory=tuple)
     wide: bool = False
     height: int | None = None
 
-    def untitled(self, theme: Theme) -> go.Figure:
-        """For the page, which has the title: as wide as its frame."""
-        figure = go.Figure(self.draw(theme))
-        layout = figure.to_plotly_json()["layout"]
-        top = layout.get("margin", {}).get("t", HEAD_MARGIN)
-        height = self.height or layout.get("height", 420)
-        less = min(HEAD_MARGIN - _TOP, max(top - _TOP, 0)) if layout.get("title", {}).get("text") else 0
-        figure.update_layout(
-            title=None, width=None, height=height if self.height else height - less, margin_t=top - less, autosize=True
-        )
-        return figure
+    def chart(self, theme: Theme) -> dict[str, Any]:
+        """The picture for the page, which has the title: as wide as its frame. As JSON, without drawing it twice."""
+        plot = self.draw(theme).to_plotly_json()
+        layout = plot["layout"]
+        less = 0
+        if layout.get("title", {}).get("text"):
+            less = min(HEAD_MARGIN - _TOP, max(layout.get("margin", {}).get("t", HEAD_MARGIN) - _TOP, 0))
+            layout["margin"] = {**layout.get("margin", {}), "t": layout.get("margin", {}).get("t", HEAD_MARGIN) - less}
+        layout.pop("title", None)
+        layout.pop("width", None)
+        layout["height"] = self.height or layout.get("height", 420) - less
+        layout["autosize"] = True
+        return plot
 
 
 def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str = "", **options: Any) -> Panel:
@@ -70,6 +76,116 @@ def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str =
         code=notebook(view, code),
         **options,
     )
+
+
+def lines_panel(
+    view: View,
+    key: str,
+    title: str,
+    drawn: Sequence[plots.Line],
+    code: str,
+    *,
+    levels: Sequence[plots.Level] = (),
+    unit: str = "",
+    x_title: str = "",
+    notes: Sequence[str] = (),
+    **options: Any,
+) -> Panel:
+    """Several one-axis series over the same axis."""
+    stats = {item.label: item.stat for item in drawn}
+    first = drawn[0].stat
+    return Panel(
+        key=key,
+        title=title,
+        draw=lambda theme: plots.lines(theme, drawn, unit or first.measure.unit, levels=levels, x_title=x_title),
+        caption=[*notes, *many_captions(stats, levels)],
+        data=plots.all_json(stats) | {level.label: level.value for level in levels},
+        rows=lambda: many_rows(stats),
+        code=notebook(view, code),
+        **options,
+    )
+
+
+def maps_panel(
+    view: View,
+    key: str,
+    title: str,
+    two: TwoVisits,
+    code: str,
+    *,
+    selected: tuple[int, int] | None = None,
+    **options: Any,
+) -> Panel:
+    """A two-axis measure: earlier | later | difference, or of a measure that compares visits the one map.
+
+    `selected` is a layer and a label of the other axis, outlined."""
+    stat = two.between if two.between is not None else two.later
+    assert stat is not None and len(stat.axes) == 2
+    rows, columns = (plots.stat_labels(stat, axis) for axis in stat.axes)
+    row_title, column_title = "layer", stat.axes[1].replace("_", " ")
+    cell = _cell(stat, selected)
+    stats = two.present | ({"difference": two.difference} if two.difference is not None else {})
+    names = {"rows": rows, "columns": columns, "row_title": row_title, "column_title": column_title}
+    unit = stat.measure.unit
+
+    def draw(theme: Theme) -> go.Figure:
+        if two.earlier is None or two.later is None:
+            return plots.one_map(theme, stat.values, **names, unit=unit, selected=cell)
+        titles = (
+            f"visit {two.visits[0]}",
+            f"visit {two.visits[1]}",
+            f"difference: visit {two.visits[1]} − {two.visits[0]}",
+        )
+        pictures = two.earlier.values, two.later.values
+        return plots.visit_maps(
+            theme, *pictures, titles=titles, **names, unit=unit, selected=cell, cosine=unit == "cosine"
+        )
+
+    return Panel(
+        key=key,
+        title=title,
+        draw=draw,
+        caption=many_captions(stats),
+        data=plots.all_json(stats),
+        rows=lambda: many_rows(stats),
+        code=notebook(view, code),
+        linked=True,
+        morph=(0, 1) if two.earlier is not None else None,
+        wide=two.earlier is not None,
+        **options,
+    )
+
+
+def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] = ()) -> list[str]:
+    """One for all series: counts and aggregations once, each definition once."""
+    firsts = {stat.measure.definition: stat for stat in stats.values()}
+    ns = dict.fromkeys(f"{s.documents:,} documents, {s.tokens:,} tokens" for s in stats.values())
+    aggregations = dict.fromkeys(s.aggregation for s in stats.values())
+    units = dict.fromkeys(s.measure.unit for s in stats.values())
+    known = any(s.replicates is not None for s in stats.values())
+    dashed = f" Dashed: {', '.join(level.label for level in levels)}." if levels else ""
+    interval = f"Interval: {INTERVAL}." if known else "No interval: one total for all documents."
+    return [
+        f"n = {' and '.join(ns)}; {', '.join(aggregations)}; unit: {', '.join(units)}.{dashed} {interval}",
+        *(
+            f"{s.measure.title.split(': visit')[0]}: {s.measure.definition} ({s.measure.paper})"
+            for s in firsts.values()
+        ),
+    ]
+
+
+def many_rows(stats: Mapping[str, StatArray]) -> list[dict[str, Any]]:
+    """Rows of all series, with the series' name first."""
+    return [{"series": label, **row} for label, stat in stats.items() for row in stat_rows(stat)]
+
+
+def _cell(stat: StatArray, selected: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Row and column of a layer and a label."""
+    if selected is None:
+        return None
+    rows, columns = (list(stat.labels[axis]) for axis in stat.axes)
+    known = selected[0] in rows and selected[1] in columns
+    return (rows.index(selected[0]), columns.index(selected[1])) if known else None
 
 
 def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:

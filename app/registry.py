@@ -108,7 +108,11 @@ class Registry:
                     return self[other] if other else None
         for entry in self.entries():
             other = entry.run
-            if other and other.looped != run.looped and other.provenance["data_sha256"] == run.provenance["data_sha256"]:
+            if (
+                other
+                and other.looped != run.looped
+                and other.provenance["data_sha256"] == run.provenance["data_sha256"]
+            ):
                 return entry
         return None
 

@@ -24,6 +24,8 @@ from visitlens.kernels.errors import InputError, RecordingError
 
 _SHARD_NAME = re.compile(r"w\d{2,}-\d{6,}\.h5")
 _Read = TypeVar("_Read")
+Tokens = tuple[int, int] | None
+"""Ordinals of tokens in the recording, from and up to; None = all."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -101,22 +103,22 @@ class Recording:
         except (OSError, KeyError) as error:
             raise RecordingError(f"{file}: not a readable summary ({error})") from error
 
-    def token_table(self) -> dict[str, np.ndarray]:
+    def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
         """`id`, `segment`, `pos`, each [token]."""
         self._needs("tokens")
-        return {name: self._concatenate(f"tokens/{name}", axis=0) for name in ("id", "segment", "pos")}
+        return {name: self._concatenate(f"tokens/{name}", axis=0, tokens=tokens) for name in ("id", "segment", "pos")}
 
-    def experts(self, layer: int, visit: int) -> tuple[np.ndarray, np.ndarray]:
+    def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids u2 and gates f2 of one step, [token, k]."""
         self._needs("tokens")
         step = self.plan.step(layer, visit).index
-        ids = self._concatenate("routing/ids", axis=0, index=step)
-        return ids, self._concatenate("routing/gate", axis=0, index=step)
+        ids = self._concatenate("routing/ids", axis=0, index=step, tokens=tokens)
+        return ids, self._concatenate("routing/gate", axis=0, index=step, tokens=tokens)
 
-    def token_stat(self, name: str) -> np.ndarray:
+    def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
         """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""
         self._needs("tokens")
-        return self._concatenate(f"stats/{name}", axis=1)
+        return self._concatenate(f"stats/{name}", axis=1, tokens=tokens)
 
     def activation(self, site: str, layer: int, visit: int) -> np.ndarray:
         """One step of a site, [token, ...]: float32 or float64; bfloat16 is widened without loss."""
@@ -128,14 +130,27 @@ class Recording:
         step = self.plan.step(layer, visit).index
         return self._concatenate(str(SITES[site].dataset), axis=0, index=step)
 
-    def attention_maps(self, layer: int, visit: int) -> np.ndarray:
-        """P of one step, [context, head, query, key] f2."""
+    def attention_maps(self, layer: int, visit: int, context: int | None = None) -> np.ndarray:
+        """P of one step, [context, head, query, key] f2; of one packed context alone, [head, query, key]."""
         if self.level != "maps":
             raise RecordingError(
                 f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
             )
         step = self.plan.step(layer, visit).index
-        return np.concatenate(self._each(lambda file: schema.dataset(file, "attn/p", file.filename)[:, step]))
+        if context is None:
+            return np.concatenate(self._each(lambda file: schema.dataset(file, "attn/p", file.filename)[:, step]))
+        for shard in self.shards:
+            at = context - shard["context_start"]
+            if 0 <= at < shard["context_count"]:
+                return self._from_shard(
+                    shard, lambda file, at=at: schema.dataset(file, "attn/p", file.filename)[at, step]
+                )
+        raise InputError(f"{self.path}: no context {context}; it has {self.contexts}")
+
+    @property
+    def contexts(self) -> int:
+        """Packed contexts recorded so far."""
+        return sum(shard["context_count"] for shard in self.shards)
 
     def _needs(self, what: str) -> None:
         if self.level == "summary":
@@ -146,6 +161,16 @@ class Recording:
     def _each(self, read: Callable[[h5py.File], _Read]) -> list[_Read]:
         """What `read` takes from each shard, in order."""
         return [self._from_shard(shard, read) for shard in self.shards]
+
+    def _slices(self, tokens: Tokens) -> list[tuple[dict[str, Any], slice]]:
+        """The shards that hold some of these tokens, and which of theirs they are."""
+        start, stop = tokens or (0, self.run["tokens"])
+        parts = []
+        for shard in self.shards:
+            low, high = max(start - shard["token_start"], 0), min(stop - shard["token_start"], shard["token_count"])
+            if low < high:
+                parts.append((shard, slice(low, high)))
+        return parts
 
     def _from_shard(self, shard: dict[str, Any], read: Callable[[h5py.File], _Read]) -> _Read:
         path = self.path / schema.SHARDS / shard["name"]
@@ -159,17 +184,22 @@ class Recording:
         except OSError as error:
             raise RecordingError(f"{path}: can't be read ({error}); it is missing or damaged") from error
 
-    def _concatenate(self, name: str, axis: int, index: int | None = None) -> np.ndarray:
-        def read(file: h5py.File) -> np.ndarray | None:
+    def _concatenate(self, name: str, axis: int, index: int | None = None, tokens: Tokens = None) -> np.ndarray:
+        def read(file: h5py.File, part: slice = slice(None)) -> np.ndarray | None:
             if name not in file:
                 return None
             dataset = schema.dataset(file, name, file.filename)
-            part = dataset[()] if index is None else dataset[index]
+            lead = (index,) if index is not None else (slice(None),) * axis
+            part = dataset[(*lead, part)]
             if dataset.attrs.get("logical_dtype", b"") in (b"bfloat16", "bfloat16"):
                 part = (part.astype(np.uint32) << 16).view(np.float32)
             return part
 
-        parts = [part for part in self._each(read) if part is not None]
+        if tokens is None:
+            parts = self._each(read)
+        else:
+            parts = [self._from_shard(s, lambda file, at=at: read(file, at)) for s, at in self._slices(tokens)]
+        parts = [part for part in parts if part is not None]
         if not parts:
             raise InputError(f"{self.path}: no dataset {name}")
         return np.concatenate(parts, axis=axis)
