@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+from plotly.colors import sample_colorscale
 from plotly.subplots import make_subplots
 
 from visitlens.hooks.loop_plan import Step
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, title_block
-from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Theme, escape, token_text
+from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape, token_text
 from visitlens.probe.live_ablation import HeadScan
 from visitlens.probe.live_run import LiveRun
 
 _HEAD = 92
-_MOST_LABELS = 64
+_MOST_LABELS = 56
 _MOST_WRITTEN = 28
 """Columns up to which each cell's value is written in it."""
 
@@ -34,7 +36,8 @@ def attention_maps(
 ) -> go.Figure:
     """Queries downwards, keys across: earlier and later visit on one scale, and their difference about zero.
 
-    A layer with one visit has one map. What a query can't see is blank. `query` is pointed out; `marks` are key spans
+    Colours follow the square root of the weight, so that small weights show; the bar beside them says which is which. A
+    layer with one visit has one map. What a query can't see is blank. `query` is pointed out; `marks` are key spans
     [start, stop) to mark in orange.
     """
     pair = run.pair(layer, visits)
@@ -65,7 +68,7 @@ def attention_maps(
             row=1,
             col=at + 1,
         )
-    cell_axes(figure, labels, labels, _MOST_LABELS)
+    cell_axes(figure, labels, labels, _MOST_LABELS // 2)
     strip = max(1.0, len(run) / 60) if (marks := tuple(marks)) else 0.0  # room for the marks, below the last row
     figure.update_xaxes(title_text="key", tickangle=-90, tickfont_size=10, range=[-0.5, len(run) - 0.5])
     figure.update_yaxes(tickfont_size=10, autorange=False, range=[len(run) - 0.5 + strip, -0.5])
@@ -80,9 +83,11 @@ def attention_maps(
         box = {"x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
         figure.add_shape(type="rect", line={"color": ORANGE, "width": 1.5}, row="all", col="all", **box)
     share = 0.47 if pair else 1.0
-    figure.update_layout(coloraxis=_colours(SEQUENTIAL, 0.0, top, "weight", 1 - share / 2, share))
+    figure.update_layout(coloraxis=_colours(spread(SEQUENTIAL), 0.0, top, "weight", 1 - share / 2, share))
     if pair:
-        figure.update_layout(coloraxis2=_colours(DIVERGING, -reach, reach, "difference", share / 2, share))
+        figure.update_layout(
+            coloraxis2=_colours(spread(DIVERGING, True), -reach, reach, "difference", share / 2, share)
+        )
     width = 1280 if pair else 640
     return _framed(figure, theme, f"Layer {layer}, head {head}", _about(run), width, _HEAD + 520, named=True)
 
@@ -97,7 +102,7 @@ def head_grid(run: LiveRun, visits: tuple[int, int] | None, theme: Theme) -> go.
     if not layers:
         raise InputError(f"{run.model['name']} runs every layer once: there are no visits to compare")
     heads = list(map(str, range(run.heads)))
-    figure = _grid(overlap, heads, list(map(str, layers)), "layer %{y}, head %{x}: %{z:.3f}", ".2f")
+    figure = _grid(overlap, heads, list(map(str, layers)), "layer %{y}, head %{x}: %{z:.3f}", "{:.2f}".format)
     figure.update_layout(coloraxis=_colours(SEQUENTIAL, 0.0, 1.0, "mass overlap"))
     figure.update_xaxes(title_text="head")
     figure.update_yaxes(title_text=LAYER_AXIS)
@@ -143,13 +148,39 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
     return _framed(figure, theme, title, _about(run), 1280, _HEAD + 140 + 22 * len(steps))
 
 
+def norm_lines(run: LiveRun, position: int, theme: Theme) -> go.Figure:
+    """What each step writes at one token: attention, MoE and both together, in RMS; dotted lines where the loop turns."""
+    at, labels = run.at(position), step_labels(run.plan.steps)
+    figure = go.Figure()
+    written = {"attention write": run.attn_write_rms, "MoE write": run.moe_write_rms, "update": run.update_rms}
+    looks = (theme.visit(1), theme.visit(2), Style(theme.muted, "circle", "dot"))
+    for (name, values), look in zip(written.items(), looks, strict=True):
+        figure.add_scatter(
+            x=labels,
+            y=values[:, at].tolist(),
+            name=name,
+            mode="lines+markers",
+            line={"color": look.colour, "dash": look.dash, "width": 1.6},
+            marker={"symbol": look.symbol, "size": 7, "color": look.colour},
+            hovertemplate="%{x}: %{y:.4f}",
+        )
+    for before, step in pairwise(run.plan.steps):
+        if step.visit != before.visit and step.layer in run.plan.looped_layers:
+            figure.add_vline(x=step.index - 0.5, line={"color": theme.muted, "width": 1, "dash": "dot"})
+    figure.update_xaxes(title_text=STEP_AXIS, type="category")
+    figure.update_yaxes(title_text="RMS", rangemode="tozero")
+    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"})
+    title = f"What each step writes at token {run.labels[at]}"
+    return _framed(figure, theme, title, _about(run), 560, _HEAD + 270, named=True)
+
+
 def scan_map(scan: HeadScan, run: LiveRun, theme: Theme) -> go.Figure:
     """Layer and visit x head: change of the target's log-probability when the head is silenced there."""
     target, after = token_text(run.text_of(scan.target)), run.labels[scan.position]
     reach = float(np.abs(scan.change).max()) or 1.0
     places = [place_label(layer, visits, run.plan.visits[layer]) for layer, visits in scan.places]
     heads = list(map(str, range(run.heads)))
-    figure = _grid(scan.change, heads, places, "%{y}, head %{x}: %{z:+.4f} nats", "+.2f")
+    figure = _grid(scan.change, heads, places, "%{y}, head %{x}: %{z:+.4f} nats", signed)
     figure.update_layout(coloraxis=_colours(DIVERGING, -reach, reach, "change, nats"))
     figure.update_xaxes(title_text="head silenced")
     below = f"change of log P({target}) after {after}, each head {scan.kind}-ablated alone<br>{_about(run)}"
@@ -172,6 +203,13 @@ def step_labels(steps: Iterable[Step]) -> list[str]:
     return [f"{step.layer}·{step.visit}" for step in steps]
 
 
+def spread(name: str, diverging: bool = False) -> list[tuple[float, str]]:
+    """A named colour scale that follows the square root of the value (of its size, about the middle)."""
+    at = np.linspace(0, 1, 33)
+    places = 0.5 + np.sign(at - 0.5) * 2 * (at - 0.5) ** 2 if diverging else at**2
+    return list(zip(places.tolist(), sample_colorscale(name, at.tolist()), strict=True))
+
+
 def _about(run: LiveRun) -> str:
     weights = run.model["weights_sha256"]
     return escape(
@@ -179,7 +217,12 @@ def _about(run: LiveRun) -> str:
     )
 
 
-def _grid(values: np.ndarray, x: list[str], y: list[str], hover: str, written: str) -> go.Figure:
+def signed(value: float) -> str:
+    """`+0.12`, `−3.40`; nothing for what would show as zero."""
+    return f"{value:+.2f}".replace("-", "−") if abs(value) >= 0.005 else ""
+
+
+def _grid(values: np.ndarray, x: list[str], y: list[str], hover: str, written: Callable[[float], str]) -> go.Figure:
     figure = go.Figure(
         go.Heatmap(
             z=values,
@@ -187,7 +230,8 @@ def _grid(values: np.ndarray, x: list[str], y: list[str], hover: str, written: s
             y=y,
             coloraxis="coloraxis",
             hovertemplate=f"{hover}<extra></extra>",
-            texttemplate=f"%{{z:{written}}}" if len(x) <= 16 else None,
+            text=[[written(value) for value in row] for row in values.tolist()],
+            texttemplate="%{text}" if len(x) <= 16 else None,
             textfont_size=11,
             xgap=1,
             ygap=1,
@@ -198,7 +242,14 @@ def _grid(values: np.ndarray, x: list[str], y: list[str], hover: str, written: s
 
 
 def _colours(
-    scale: str, low: float, high: float, title: str, y: float = 0.5, length: float = 1.0, *, reverse: bool = False
+    scale: str | list[tuple[float, str]],
+    low: float,
+    high: float,
+    title: str,
+    y: float = 0.5,
+    length: float = 1.0,
+    *,
+    reverse: bool = False,
 ) -> dict[str, Any]:
     bar = {
         "title": {"text": title, "side": "right"},
