@@ -17,6 +17,7 @@ from visitlens.kernels.attention_rows import RowStatistics, VisitOverlaps, row_s
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.memory import return_freed_memory
 from visitlens.kernels.segments import Segments
+from visitlens.kernels.vector_geometry import norms, pairwise_products
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -97,7 +98,7 @@ def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
 class StepValues:
     """Site values of one batch over its real tokens, flat: `site(name, step)` is [token, ...]; padding is left out.
 
-    Attention-row statistics are computed here, once, from Q and K, for whatever statistics ask for them.
+    What several statistics need is computed here, once: attention rows from Q and K, norms, products of the updates.
     """
 
     def __init__(self, captured: Captured, segment_ids: Tensor, attention_implementation: str = "auto") -> None:
@@ -112,12 +113,25 @@ class StepValues:
             lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
             self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
         self._flat: dict[tuple[str, int], Tensor] = {}
+        self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
         if (name, step) not in self._flat:
             value = self._captured.at(name, step).flatten(0, 1)
             self._flat[name, step] = value if self._keep is None else value[self._keep]
         return self._flat[name, step]
+
+    def norm(self, name: str, step: int) -> Tensor:
+        """Norms of a site's vectors: [token], or [token, head] where a site has heads."""
+        if (name, step) not in self._norms:
+            self._norms[name, step] = norms(self.site(name, step))
+        return self._norms[name, step]
+
+    @cached_property
+    def update_products(self) -> Tensor:
+        """[token, step, step] inner products of every two steps' updates, attention write + MoE write."""
+        steps = range(len(self.plan))
+        return pairwise_products([(self.site("attn_write", s), self.site("moe_write", s)) for s in steps])
 
     @cached_property
     def visible_keys(self) -> Tensor:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from visitlens.kernels.set_overlap import shared_weight
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -30,11 +31,10 @@ class GateOverlap(Statistic):
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         overlaps = []
         for pair in geometry.plan.pairs:
-            same = values.site("experts", pair.earlier.index).unsqueeze(2) == values.site(
-                "experts", pair.later.index
-            ).unsqueeze(1)
-            earlier, later = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
-            overlap = (torch.minimum(earlier.unsqueeze(2), later.unsqueeze(1)) * same).sum((1, 2))
+            (a, earlier), (b, later) = (
+                (values.site("experts", s.index), values.site("gates", s.index)) for s in (pair.earlier, pair.later)
+            )
+            overlap = shared_weight(a, earlier, b, later, geometry.num_experts)
             good = (earlier.isfinite() & later.isfinite()).all(-1)
             overlaps.append(overlap.masked_fill(~good, float("nan")))
         return {"gate_overlap": TokenValues(torch.stack(overlaps, dim=1))}
