@@ -26,6 +26,7 @@ from visitlens.kernels.attention_rows import (
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.memory import return_freed_memory
 from visitlens.kernels.segments import Segments
+from visitlens.kernels.vector_geometry import norms, pairwise_products
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -125,7 +126,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
 class StepValues:
     """Site values of one batch over its real tokens, flat: `site(name, step)` is [token, ...]; padding is left out.
 
-    Attention-row statistics are computed here, once, from Q and K, for whatever statistics ask for them.
+    What several statistics need is computed here, once: attention rows from Q and K, norms, products of the updates.
     """
 
     def __init__(self, captured: Captured, segment_ids: Tensor, attention_implementation: str = "auto") -> None:
@@ -140,6 +141,7 @@ class StepValues:
             lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
             self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
         self._flat: dict[tuple[str, int], Tensor] = {}
+        self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
         """NaN (expert 0) at a step that lacks the site; one NaN a token of a site that no step has."""
@@ -157,6 +159,18 @@ class StepValues:
             return torch.full((self.segments.num_tokens, 1), float("nan"))
         like = self.site(name, having[0])
         return torch.full_like(like, float("nan") if like.is_floating_point() else 0)
+
+    def norm(self, name: str, step: int) -> Tensor:
+        """Norms of a site's vectors: [token], or [token, head] where a site has heads."""
+        if (name, step) not in self._norms:
+            self._norms[name, step] = norms(self.site(name, step))
+        return self._norms[name, step]
+
+    @cached_property
+    def update_products(self) -> Tensor:
+        """[token, step, step] inner products of every two steps' updates, attention write + MoE write."""
+        steps = range(len(self.plan))
+        return pairwise_products([(self.site("attn_write", s), self.site("moe_write", s)) for s in steps])
 
     @cached_property
     def visible_keys(self) -> Tensor:
