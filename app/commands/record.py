@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, loading, progress_bar
-from visitlens.kernels.errors import InputError
+from visitlens.app.console import console, loading, progress_bar, token_bounds
 
 
 class Level(StrEnum):
@@ -69,15 +68,3 @@ def record(
         task = progress.add_task("recording", total=None)
         run.record(lambda done, total: progress.update(task, completed=done, total=total))
     typer.echo(out)
-
-
-def token_bounds(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    try:
-        start, stop = (int(part) for part in text.split(":"))
-    except ValueError:
-        raise InputError(f"expected a token range START:STOP, for example 0:4096, got {text!r}") from None
-    if not 0 <= start < stop:
-        raise InputError(f"expected 0 <= START < STOP, got {text!r}")
-    return start, stop
