@@ -18,6 +18,11 @@ class Level(StrEnum):
     maps = "maps"
 
 
+class Engine(StrEnum):
+    process = "process"
+    ray = "ray"
+
+
 def record(
     checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and tokenizer.json.")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
@@ -33,6 +38,12 @@ def record(
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
+    ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
+    synthetic: Annotated[
+        str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
+    ] = "",
 ) -> None:
     """Run a model over text and record what each visit does."""
     with loading("torch and the model"):
@@ -58,8 +69,14 @@ def record(
             context_length=context,
             max_tokens=max_tokens,
             threads=threads,
+            workers=workers,
+            engine=engine.value,
+            ray_address=ray_address,
+            synthetic=synthetic,
         )
         run = PreparedRun(request)
+        if workers == 1 and engine is Engine.process:
+            _ = run.model  # says now what is wrong with it; workers load their own
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
     console.print(
         f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
