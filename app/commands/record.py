@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, loading, progress_bar
-from visitlens.kernels.errors import InputError
+from visitlens.app.console import console, loading, progress_bar, token_bounds
 
 
 class Level(StrEnum):
@@ -17,6 +16,11 @@ class Level(StrEnum):
     tokens = "tokens"
     activations = "activations"
     maps = "maps"
+
+
+class Engine(StrEnum):
+    process = "process"
+    ray = "ray"
 
 
 def record(
@@ -34,6 +38,12 @@ def record(
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
+    ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
+    synthetic: Annotated[
+        str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
+    ] = "",
 ) -> None:
     """Run a model over text and record what each visit does."""
     with loading("torch and the model"):
@@ -59,8 +69,14 @@ def record(
             context_length=context,
             max_tokens=max_tokens,
             threads=threads,
+            workers=workers,
+            engine=engine.value,
+            ray_address=ray_address,
+            synthetic=synthetic,
         )
         run = PreparedRun(request)
+        if workers == 1 and engine is Engine.process:
+            _ = run.model  # says now what is wrong with it; workers load their own
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
     console.print(
         f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
@@ -69,15 +85,3 @@ def record(
         task = progress.add_task("recording", total=None)
         run.record(lambda done, total: progress.update(task, completed=done, total=total))
     typer.echo(out)
-
-
-def token_bounds(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    try:
-        start, stop = (int(part) for part in text.split(":"))
-    except ValueError:
-        raise InputError(f"expected a token range START:STOP, for example 0:4096, got {text!r}") from None
-    if not 0 <= start < stop:
-        raise InputError(f"expected 0 <= START < STOP, got {text!r}")
-    return start, stop
