@@ -175,6 +175,11 @@ class StatArray:
 
         return plot_stat(self)
 
+    def _repr_html_(self) -> str:
+        from visitlens.probe.tables import as_html
+
+        return as_html(self)
+
     def __repr__(self) -> str:
         low, high = self.interval()
         head = f"{self.measure.title} [{self.measure.unit}], {self.aggregation}, n = {self.documents} documents, {self.tokens:,} tokens"

@@ -237,6 +237,29 @@ class LoopedMoE(HookedRootModule):
             return self._token_loss(logits, tokens, segments)
         raise InputError(f"expected return_type 'logits', 'loss' or 'none', got {return_type!r}")
 
+    def run_steps(
+        self, x: Tensor, segments: Tensor | None = None, *, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """The residual stream [context, position, H] after steps start..stop-1, from the one before them; their hooks fire.
+
+        Raises:
+            InputError: no such steps, or segment ids of another shape.
+        """
+        stop = len(self.plan) if stop is None else stop
+        if not 0 <= start <= stop <= len(self.plan):
+            raise InputError(f"expected steps 0 <= start <= stop <= {len(self.plan)}, got {start} and {stop}")
+        if segments is not None and segments.shape != x.shape[:2]:
+            raise InputError(f"segment ids {tuple(segments.shape)} don't fit a residual stream {tuple(x.shape)}")
+        contexts, length = x.shape[:2]
+        split = Segments.whole_contexts(contexts, length) if segments is None else Segments.from_ids(segments)
+        rotary = self._rotary(split.positions().to(x.device))
+        flat = self._run(x.flatten(0, 1), range(start, stop), split, rotary, contexts, None, None)
+        return flat.unflatten(0, (contexts, length))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., vocab] from the residual stream [..., H] after the last step."""
+        return self._unembed(self.ln_final(x))
+
     def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
         aux: list[tuple[Tensor, Tensor]] = []
@@ -311,11 +334,26 @@ class LoopedMoE(HookedRootModule):
         positions = segments.positions().to(tokens.device)
         if cache is not None:
             positions = positions + cache.length
-        rotary = (self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1))
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
-        for step in self.plan.steps:
+        every = range(len(self.plan))
+        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, aux))
+
+    def _run(
+        self,
+        x: Tensor,
+        steps: range,
+        segments: Segments,
+        rotary: tuple[Tensor, Tensor],
+        contexts: int,
+        cache: KVCache | None,
+        aux: list[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        for step in self.plan.steps[steps.start : steps.stop]:
             x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
-        return self.ln_final(x)
+        return x
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1)
 
     def _unembed(self, normalized: Tensor) -> Tensor:
         return normalized @ (self.embed.W_E.T if self.config.tie_embeddings else self.unembed.W_U)
