@@ -19,23 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SiteGradients:
-    """By (site, step): `values` and `gradients` of the same shapes, detached."""
+    """By (site, step): `values` and, of the same shapes, `gradients`; sites that were only watched have no gradient."""
 
     values: dict[tuple[str, int], Tensor]
     gradients: dict[tuple[str, int], Tensor]
 
 
 def site_gradients(
-    model: LoopedMoE, tokens: Tensor, segments: Tensor, sites: Iterable[str], metric: Callable[[Tensor], Tensor]
+    model: LoopedMoE,
+    tokens: Tensor,
+    segments: Tensor,
+    sites: Iterable[str],
+    metric: Callable[[Tensor], Tensor],
+    watch: Iterable[str] = (),
 ) -> SiteGradients:
-    """One forward and one backward. `metric` takes the residual stream after the last step, [context, position, H].
+    """One forward and one backward. `metric` takes the residual stream after the last step, [context, position, H];
+    `watch` names sites whose values are kept beside.
 
     Documents don't meet, so the gradient of a sum of losses is that of each document's own at its own tokens.
 
     Raises:
         InputError: an unknown site, or one whose values are numbers of experts or kept off the computed path (P).
     """
-    sites = check_sites(sites)
+    sites, watch = check_sites(sites), check_sites(watch)
     if {"experts", "P"} & set(sites):
         raise InputError(
             "no gradient at 'experts', which are numbers, nor at 'P', which is computed beside the path; use gates or PV"
@@ -51,12 +57,13 @@ def site_gradients(
     hooks: list[tuple[Any, Any]] = [("hook_embed", begin)]
     for step in model.plan.steps:
         prefix = f"blocks.{step.layer}.visit.{step.visit}"
-        hooks += [(f"{prefix}.{SITES[site].hook}", partial(keep, key=(site, step.index))) for site in sites]
+        hooks += [(f"{prefix}.{SITES[site].hook}", partial(keep, key=(site, step.index))) for site in (*sites, *watch)]
     last = model.plan.steps[-1]
     final: list[Tensor] = []
     hooks.append((f"blocks.{last.layer}.visit.{last.visit}.hook_resid_post", lambda value, hook: final.append(value)))
     with torch.enable_grad(), model.hooks(fwd_hooks=hooks):
         model(tokens, segments, return_type="none")
-        gradients = torch.autograd.grad(metric(final[0]), list(values.values()))
+        wanted = [key for key in values if key[0] in sites]
+        gradients = torch.autograd.grad(metric(final[0]), [values[key] for key in wanted])
     detached = {key: value.detach() for key, value in values.items()}
-    return SiteGradients(detached, dict(zip(values, gradients, strict=True)))
+    return SiteGradients(detached, dict(zip(wanted, gradients, strict=True)))

@@ -77,10 +77,15 @@ class Sample:
             "category": [d.category for d in kept[:number]],
             "length": [next(name for name, most in LENGTHS.items() if len(t) <= most) for t in tokens[:number]],
         }
-        segments = packed.segments
+        return cls.of_contexts(packed, facets)
+
+    @classmethod
+    def of_contexts(cls, contexts: PackedTokens, facets: Mapping[str, Sequence[str]] | None = None) -> Sample:
+        """From packed tokens; every token but a segment's first counts."""
+        segments = contexts.segments
         counted = np.zeros(segments.shape, dtype=bool)
         counted[:, 1:] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
-        return cls(packed, counted, facets)
+        return cls(contexts, counted, facets or {"kind": ["text"] * len(contexts.document_hash)})
 
     @classmethod
     def of_dyck(

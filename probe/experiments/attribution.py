@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from visitlens.hooks.capture import capture
 from visitlens.hooks.gradients import site_gradients
 from visitlens.hooks.intervene import Intervention, site_means, zero
 from visitlens.hooks.intervene import mean as mean_of
@@ -81,8 +80,7 @@ def attribute(model: LoopedMoE, sample: Sample, means: object = None) -> tuple[n
         def loss(final: torch.Tensor, batch=batch) -> torch.Tensor:
             return F.cross_entropy(batch.predictions(model, final), batch.truth, reduction="sum")
 
-        with capture(model, ["experts"]) as captured:
-            found = site_gradients(model, batch.tokens, batch.segments, ("PV", "gates"), loss)
+        found = site_gradients(model, batch.tokens, batch.segments, ("PV", "gates"), loss, watch=("experts",))
         document = sample.document_of[batch.rows]
         real = document >= 0
         for step in plan.steps:
@@ -91,7 +89,7 @@ def attribute(model: LoopedMoE, sample: Sample, means: object = None) -> tuple[n
             effect = ((target - value) * gradient).sum(-1).double().cpu().numpy()
             np.add.at(heads[:, step.index], document[real], effect[real])
             slots = -(found.values["gates", step.index] * found.gradients["gates", step.index]).double().cpu().numpy()
-            ids = captured.at("experts", step.index).cpu().numpy()[real]
+            ids = found.values["experts", step.index].cpu().numpy()[real]
             np.add.at(
                 experts[:, step.index], (np.repeat(document[real], ids.shape[1]), ids.ravel()), slots[real].ravel()
             )
