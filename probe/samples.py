@@ -23,6 +23,8 @@ ROLES = ("start", "demonstration inputs", "demonstration answers", "last input",
 LENGTHS = {"up to 128 tokens": 128, "129 to 512 tokens": 512, "over 512 tokens": 1 << 62}
 """Buckets of document length, BOS and EOS included."""
 GROUPS = 128
+FEWEST = 5
+"""Document groups; with fewer in a slice a bootstrap says nothing, so there is no interval."""
 
 Progress = Callable[[int, int], None]
 
@@ -194,6 +196,8 @@ class Sample:
             np.add.at(sums, self.groups, array)
         weights = resampling_weights(number) if measure.grouped else None
         values, replicates = mean_and_replicates(*grouped, weights)
+        if replicates is not None:
+            replicates = np.where((grouped[1] != 0).sum(0) < FEWEST, np.nan, replicates)
         return StatArray(
             measure=measure,
             values=values,

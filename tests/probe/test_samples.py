@@ -109,3 +109,18 @@ def test_scores_with_a_shared_prefix_are_those_of_whole_forwards(
     np.testing.assert_allclose(got.loss, expected[0], rtol=1e-6)
     np.testing.assert_array_equal(got.hits, expected[1])
     assert (at == "nothing") == bool((got.loss == plain.loss).all())
+
+
+def test_a_slice_of_few_documents_has_no_interval_and_a_rare_one_has(make_text: Callable[..., PackedTokens]) -> None:
+    packed = make_text(lengths=[6] * 40)
+    kinds = ["few"] * 3 + ["rare"] * 5 + ["most"] * 32
+    sample = Sample.of_contexts(packed, {"category": kinds})
+    loss = sample.counts * np.arange(40)
+    stat = sample.stat(
+        Measure("m", "M", ("slice",), "nats", "", "ours"), *sample.by_slice(loss), {"slice": list(sample.slices)}
+    )
+    low, high = stat.interval()
+    few, rare, most = (list(sample.slices).index(kind) for kind in ("few", "rare", "most"))
+    assert np.isnan(low[few]) and stat.values[few] == 1
+    assert 3 <= low[rare] < stat.values[rare] < high[rare] <= 7  # some replicates draw none of the five
+    assert np.isnan(stat.replicates[:, rare]).any() and low[most] < high[most]
