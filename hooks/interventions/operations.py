@@ -177,7 +177,7 @@ def take(
         place = dataclasses.replace(place, after=source)
 
     def change(value: Tensor, at: At) -> Tensor:
-        return value if at.step.visit == source else at.forward.values[site, at.plan.step(at.step.layer, source).index]
+        return value if at.step.visit == source else at.forward.value(site, at.plan.step(at.step.layer, source))
 
     return Intervention("take", place, change, source=source)
 
