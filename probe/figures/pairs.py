@@ -8,7 +8,7 @@ from pathlib import Path
 
 from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.grid import Grid, GridCell
+from visitlens.probe.grid import Grid, GridCell, selected
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 
@@ -109,12 +109,15 @@ class PairGrid:
         return [*gone, *told]
 
 
-def pair_grid(recordings: Iterable[Path], name: str = "recordings") -> Pair | PairGrid:
+def pair_grid(
+    recordings: Iterable[Path], *, scales: Iterable[str] = (), levels: Iterable[str] = (), name: str = "recordings"
+) -> Pair | PairGrid:
     """What some paths are: a folder with `grid.json`, a looped recording and its Baseline in any order, or several looped
-    recordings, each with the Baseline (as many as there are, in order), as scales of one row.
+    recordings, each with the Baseline (as many as there are, in order), as scales of one row. `scales` and `levels` choose
+    among those of a grid.
 
     Raises:
-        InputError: nothing, or Baselines that can't be told apart.
+        InputError: nothing, Baselines that can't be told apart, or a scale or level that isn't there.
     """
     paths = list(recordings)
     if not paths:
@@ -123,7 +126,9 @@ def pair_grid(recordings: Iterable[Path], name: str = "recordings") -> Pair | Pa
     if grids:
         if len(paths) > 1:
             raise InputError(f"expected one grid alone, got {', '.join(map(str, paths))}")
-        return PairGrid.open(Grid.read(grids[0]))
+        return PairGrid.open(selected(Grid.read(grids[0]), scales, levels))
+    if tuple(scales) or tuple(levels):
+        raise InputError("scales and levels choose among those of a grid: name a folder with grid.json")
     runs = [open_recording(path) for path in paths]
     looped, baselines = [r for r in runs if r.looped], [r for r in runs if not r.looped]
     if len(looped) <= 1 and len(baselines) <= 1:
