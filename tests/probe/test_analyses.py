@@ -44,8 +44,8 @@ def run(looped_recording: RecordedRun, results: tuple[HeadAblation, DyckStudy], 
     return open_recording(tmp_path / "run.vlens")
 
 
-def test_a_recording_without_analyses_has_none(looped_recording: RecordedRun) -> None:
-    assert looped_recording.ablations() == {} == looped_recording.dyck()
+def test_a_recording_without_analyses_has_none(baseline_recording: RecordedRun) -> None:
+    assert baseline_recording.ablations() == {} == baseline_recording.dyck()
 
 
 def test_what_is_stored_is_read_back(run: RecordedRun, results: tuple[HeadAblation, DyckStudy]) -> None:
