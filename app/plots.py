@@ -57,12 +57,13 @@ def lines(
         entry = {**series(item.stat, "", "observed", item.label), "axes": {axis: labels}}
         trace = line(entry, _style(theme, item.look), width=1.6)
         figure.add_trace(trace)
+    lowest = min((float(np.nanmin(item.stat.values, initial=np.inf)) for item in drawn), default=0.0)
     for level in levels:
         figure.add_hline(
             y=level.value,
             line={"color": theme.chance, "dash": "dash", "width": 1.4},
             annotation={"text": escape(level.label), "font": {"size": 11, "color": theme.chance}},
-            annotation_position="top right",
+            annotation_position="bottom right" if level.value <= lowest else "top right",
         )
     if levels and drawn:  # a shape doesn't stretch the axis
         figure.add_scatter(
@@ -99,11 +100,12 @@ def visit_maps(
     marks: Mapping[str, Sequence[int]] | None = None,
     selected: tuple[int, int] | None = None,
     cosine: bool = False,
+    column_ticks: Sequence[str] | None = None,
 ) -> go.Figure:
     """Earlier | later | difference [row, column]: the first two on one scale, the third symmetric about zero.
 
     `rows` and `columns` are labels, escaped already. `marks` outlines columns in orange, with a text each; `selected` is a
-    cell to outline. Text is the same in all three, so that linked hover can mark one cell everywhere.
+    cell to outline; `column_ticks` are shorter labels for the axis. Text is the same in all three, so that linked hover can mark one cell everywhere.
     """
     difference = later - earlier
     tall = height or int(min(max(150 + 24 * len(rows), 270), 580))
@@ -118,14 +120,16 @@ def visit_maps(
     negative = bool(np.nanmin([earlier, later], initial=0.0) < 0)
     both = diverging(1.0 if cosine else top, unit) if negative else sequential(top, unit)
     second = diverging(reach, "difference")
-    both["colorbar"] = _below(both["colorbar"], 0.32, 0.5, tall)
-    second["colorbar"] = _below(second["colorbar"], 0.845, 0.31, tall)
+    both["colorbar"] = _below(both["colorbar"], 0.37, 0.4, tall)
+    second["colorbar"] = _below(second["colorbar"], 0.85, 0.22, tall)
     figure.update_layout(coloraxis=both, coloraxis2=second)
     figure.update_xaxes(
         type="category", tickvals=every(columns, 12), title_text=escape(column_title), showgrid=False, matches="x"
     )
     figure.update_yaxes(type="category", tickvals=every(rows, 20), autorange="reversed", showgrid=False, matches="y")
     figure.update_yaxes(title_text=escape(row_title), col=1)
+    if column_ticks is not None:
+        figure.update_xaxes(ticktext=every(column_ticks, 12), tickangle=0)
     for text, places in (marks or {}).items():
         for place in places:
             figure.add_vrect(
@@ -192,18 +196,18 @@ def map_trace(
 
 
 def _below(colour_bar: dict[str, Any], x: float, length: float, height: int) -> dict[str, Any]:
-    """A colour bar under the maps that it belongs to, its title beside the numbers' middle."""
-    title = {**colour_bar["title"], "side": "top", "font": {"size": 12}}
-    place = {"orientation": "h", "x": x, "xanchor": "center", "yref": "container", "y": 4 / height, "yanchor": "bottom"}
+    """A colour bar under the maps that it belongs to. Placed in the container, where it takes no room from the maps."""
+    title = {**colour_bar["title"], "side": "right", "font": {"size": 12}}
+    place = {"orientation": "h", "xref": "container", "x": x, "xanchor": "center", "yref": "container", "y": 2 / height}
     return {
         **colour_bar,
         **place,
+        "yanchor": "bottom",
         "title": title,
         "len": length,
         "thickness": 9,
         "ypad": 0,
         "xpad": 0,
-        "ticklabelposition": "outside bottom",
     }
 
 
