@@ -203,7 +203,7 @@ class LiveModel:
                     last = x.unflatten(0, (len(heads), -1))[:, position]
                     after[row, heads.start : heads.stop] = log_softmax(_numpy(self._unembed(last)))
         kl = np.array([[divergence(before, head) for head in heads] for heads in after])
-        return HeadScan(position, target, kind, places, after[:, :, target] - before[target], kl)
+        return HeadScan(run, position, target, kind, places, after[:, :, target] - before[target], kl)
 
     def __repr__(self) -> str:
         loop = f"layers {self.plan.looped_layers}" if self.plan.looped_layers else "no layer looped"

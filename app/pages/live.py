@@ -65,7 +65,7 @@ def layout(view: View) -> list[Any]:
         silence_card(view, run, chosen, ablation, said or said_of_scan),
     ]
     if scan is not None:
-        items.append(scan_panel(view, run, scan))
+        items.append(scan_panel(view, scan))
     if run.plan.looped_layers:
         items.append(heads_panel(view, run, chosen))
     return [*items, norms_panel(view, run, chosen), lens_card(run, chosen), lens_panel(view, run, chosen)]
