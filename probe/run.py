@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from visitlens.hooks import recorder
-from visitlens.hooks.models.checkpoint import load_config, load_model, load_tokenizer, weights_sha256
+from visitlens.hooks.instrumented import ModelFacts
+from visitlens.hooks.loading import load_model, resolve, weights_sha256
+from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.probe.collect import StatisticsCollector
@@ -24,12 +26,13 @@ from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
 
+_LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to record and how. `context_length=None` is the model's; `max_tokens` ends after the context it falls in."""
+    """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens` ends after the context it falls in."""
 
     checkpoint: Path
     text: Path
@@ -42,6 +45,8 @@ class RunRequest:
     measures: tuple[str, ...] | None = None
     attention: str = "auto"
     threads: int | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    """For models other than the native one: `trust_remote_code`, and what its adapter takes, such as `steps`."""
 
 
 class PreparedRun:
@@ -53,10 +58,10 @@ class PreparedRun:
 
     def __init__(self, request: RunRequest) -> None:
         self.request = request
-        config = load_config(request.checkpoint)
+        self.model = load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+        config = self.model.config
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
         self.contexts = pack_text(request, config)
-        self.model = load_model(request.checkpoint, request.dtype, request.device)
         groups = int(self.contexts.document_groups(request.options.groups).max()) + 1
         geometry = Geometry.of(self.model.plan, config.to_dict())
         self.statistics = StatisticsCollector(geometry, groups, request.measures)
@@ -100,12 +105,15 @@ def record(
     return open_recording(PreparedRun(request).record())
 
 
-def pack_text(request: RunRequest, config: LoopedMoEConfig) -> PackedTokens:
+def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> PackedTokens:
     """The text in the model's tokens, packed; cut after the context in which `max_tokens` falls."""
-    tokenizer = load_tokenizer(request.checkpoint)
+    tokenizer = load_tokenizer(resolve(request.checkpoint))
     texts = [document.text for document in read_documents(request.text)]
     documents = encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)
-    packed = pack(documents, request.context_length or config.context_length, config.bos_token_id, config.pad_token_id)
+    length = request.context_length or config.context_length
+    if request.context_length is None and isinstance(config, ModelFacts):
+        length = min(length, _LONG)  # such models claim contexts of 100,000 tokens and more
+    packed = pack(documents, length, config.bos_token_id, config.pad_token_id)
     return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
 
 

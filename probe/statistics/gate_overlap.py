@@ -33,7 +33,10 @@ class GateOverlap(Statistic):
             same = values.site("experts", pair.earlier.index).unsqueeze(2) == values.site(
                 "experts", pair.later.index
             ).unsqueeze(1)
-            earlier, later = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
+            gates = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
+            earlier, later = (
+                g / g.sum(-1, keepdim=True) for g in gates
+            )  # some models scale theirs, or don't normalise
             overlap = (torch.minimum(earlier.unsqueeze(2), later.unsqueeze(1)) * same).sum((1, 2))
             good = (earlier.isfinite() & later.isfinite()).all(-1)
             overlaps.append(overlap.masked_fill(~good, float("nan")))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -25,6 +25,7 @@ class UpdateCosine(Statistic):
         ),
     )
     sites = frozenset({"attn_write", "moe_write"})
+    needs: ClassVar = {"update_cosine": WRITES}
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         first = wide(values.site("attn_write", 0))
