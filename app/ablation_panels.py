@@ -16,7 +16,8 @@ from visitlens.app.panels import Panel, notebook, stat_rows
 from visitlens.probe.analyses import HeadAblation
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, title_block
 from visitlens.probe.figures.series import INTERVAL
-from visitlens.probe.figures.theme import Style, Theme, escape
+from visitlens.probe.figures.theme import DIVERGING, Style, Theme, escape
+from visitlens.probe.live_figures import spread
 from visitlens.probe.measure import json_numbers
 
 _MOST_HEADS = 20
@@ -68,8 +69,10 @@ def finding_card(view: View, stored: Mapping[str, HeadAblation], ablation: HeadA
         if not np.isnan(p).all()
         else "Too few documents for intervals, so no head is called different from no effect."
     )
-    about = ablation.about
-    counts = f"n = {about.get('documents', 0):,} documents or prompts, {about.get('targets', 0):,} targets; made {about.get('created', 'at an unknown time')}."
+    targets, made = (ablation.about.get(name) for name in ("targets", "created"))
+    counts = f"n = {ablation.effect.documents:,} documents or prompts"
+    counts += f", {targets:,} targets" if isinstance(targets, int) else ""
+    counts += f"; made {str(made)[:10]}." if made else "."
     return card(
         "What was found",
         [
@@ -91,7 +94,7 @@ def maps_panel(view: View, ablation: HeadAblation) -> Panel:
         title=f"Change of {ablation.metric} with one head ablated",
         draw=lambda theme: effect_maps(ablation, theme),
         caption=[
-            f"Mode {ablation.mode}; red: the metric rises without the head. All maps share one scale, symmetric about zero. Unit: {effect.measure.unit}. A cell opens its head.",
+            f"Mode {ablation.mode}; red: the metric rises without the head. All maps share one scale, symmetric about zero; colours follow the square root. Unit: {effect.measure.unit}. A cell opens its head.",
             f"Definition: {effect.measure.definition} ({effect.measure.paper})",
         ],
         data=effect.to_dict(),
@@ -145,13 +148,13 @@ def effect_maps(ablation: HeadAblation, theme: Theme) -> go.Figure:
             "y": 1,
             "xref": "paper",
             "yref": "paper",
+            "xanchor": "center",
             "yanchor": "bottom",
             "showarrow": False,
         }
-        layout["annotations"].append(
-            {"text": f"ablated at {when_label(label)}" if len(visits) > 1 else "ablated", "font": {"size": 13}, **place}
-        )
-    layout["coloraxis"] = diverging(largest(*effect.values.tolist()), f"change, {effect.measure.unit}")
+        layout["annotations"].append({"text": escape(f"ablated at {when_label(label)}"), "font": {"size": 13}, **place})
+    colours = diverging(largest(*effect.values.tolist()), f"change, {effect.measure.unit}")
+    layout["coloraxis"] = colours | {"colorscale": spread(DIVERGING, True)}
     return _figure(
         traces, layout, theme, ablation, f"Change of {ablation.metric}", 1180, 190 + max(120, 30 * len(layers))
     )
@@ -184,6 +187,7 @@ def ranked_panel(view: View, ablation: HeadAblation, when: str) -> Panel:
         data={"when": when, "heads": rows},
         rows=lambda: rows,
         code=notebook(view, f"rec.ablations()[{ablation.name!r}].top(visits={when!r})"),
+        wide=True,
     )
 
 
@@ -202,7 +206,7 @@ def ranked_bars(ablation: HeadAblation, heads: list[Ranked], theme: Theme) -> go
                 "mode": "markers",
                 "x": values.tolist(),
                 "y": names,
-                "name": when_label(label),
+                "name": escape(when_label(label)),
                 "marker": {"symbol": look.symbol, "color": look.colour, "size": 8},
                 "error_x": {
                     "type": "data",
@@ -220,37 +224,31 @@ def ranked_bars(ablation: HeadAblation, heads: list[Ranked], theme: Theme) -> go
         )
     layout = {
         "xaxis": {
-            "title": {"text": f"change of {ablation.metric}, {ablation.effect.measure.unit}"},
+            "title": {"text": escape(f"change of {ablation.metric}, {ablation.effect.measure.unit}")},
             "zeroline": True,
             "zerolinecolor": theme.muted,
         },
         "yaxis": {"type": "category", "autorange": "reversed", "tickfont": {"size": 11}},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     }
-    return _figure(traces, layout, theme, ablation, "Heads by change", 640, 190 + 22 * len(heads), left=130)
+    return _figure(traces, layout, theme, ablation, "Heads by change", 1180, 190 + 18 * len(heads), left=130)
 
 
 def ranked_card(view: View, ablation: HeadAblation, when: str) -> html.Section:
     """The ranking as a table whose heads are links to their maps."""
     path = "/attention" if view.recorded.looped else "/heads"
+    columns = [("head", "head"), *((v, when_label(v)) for v in ablation.effect.labels["visits"]), ("p", "p (Holm)")]
     live = view.context.checkpoint is not None
     rows = []
     for head in ranked(ablation, when)[:_MOST_HEADS]:
         place = {"layer": head.layer, "head": head.head, "analysis": None, "when": None}
-        links = [html.A(f"layer {head.layer}, head {head.head}", href=view.href(path, **place))]
+        name = f"layer {head.layer}, head {head.head}"
+        row = {v: _interval(*values) for v, values in head.effects.items()}
+        row |= {"head": html.A(name, href=view.href(path, **place)), "p": _p(head.p)}
         if live:
-            links += [
-                " ",
-                html.A(
-                    "probe",
-                    href=view.href("/live", **place),
-                    **{"aria-label": f"Probe layer {head.layer}, head {head.head} live"},
-                ),
-            ]
-        rows.append(
-            {"head": html.Span(links), **{v: _interval(*values) for v, values in head.effects.items()}, "p": _p(head.p)}
-        )
-    columns = [("head", "head"), *((v, when_label(v)) for v in ablation.effect.labels["visits"]), ("p", "p (Holm)")]
+            row["live"] = html.A("probe", href=view.href("/live", **place), **{"aria-label": f"Probe {name} live"})
+        rows.append(row)
+    columns += [("live", "on a prompt")] if live else []
     return card(
         "Open a head",
         [
@@ -258,6 +256,7 @@ def ranked_card(view: View, ablation: HeadAblation, when: str) -> html.Section:
                 columns, rows, f"Change of {ablation.metric}, {ablation.effect.measure.unit}; p at {when_label(when)}."
             )
         ],
+        wide=True,
         key="ranked-table",
     )
 

@@ -195,7 +195,9 @@ def _view(context: Context, module: Any, query: str) -> View:
     pairs = parse_qsl(query)
     theme = dict(pairs).get("theme", LIGHT.name)
     rest = urlencode([(k, v) for k, v in pairs if k != "theme"])
-    return view_of(context, module.PATH, rest, theme, getattr(module, "PARAMETERS", ()))
+    return view_of(
+        context, module.PATH, rest, theme, getattr(module, "PARAMETERS", ()), fitted=module.NEEDS != ("model",)
+    )
 
 
 def _inert(value: Any) -> Any:

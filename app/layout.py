@@ -97,7 +97,14 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     parts = urlsplit(href)
     path = "/" + parts.path.removeprefix(context.prefix.rstrip("/")).strip("/")
     page = find_page(path)
-    view = view_of(context, path, parts.query, theme, getattr(page, "PARAMETERS", ()))
+    view = view_of(
+        context,
+        path,
+        parts.query,
+        theme,
+        getattr(page, "PARAMETERS", ()),
+        fitted=getattr(page, "NEEDS", ()) != ("model",),
+    )
     growing = view.entry is None or view.run is None or not view.run.recording.complete
     if page is None:
         content: list[Any] = [

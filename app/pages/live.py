@@ -167,7 +167,7 @@ def do(
         if what in presets or what == "run":
             prompt = presets.get(what, prompt)
             return {"job": live.probe(tab, prompt), "as": "job"}, tab, prompt, "Waiting …"
-        view = view_of(context, PATH, urlsplit(href).query, parameters=PARAMETERS)
+        view = view_of(context, PATH, urlsplit(href).query, parameters=PARAMETERS, fitted=False)
         run = live.find(view.selection.extra.get("job", ""), LiveRun)
         chosen = choice(view, run)
         if what == "silence":
