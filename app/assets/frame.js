@@ -198,7 +198,7 @@
     box.append(caption, chart);
     tray.prepend(box);
     const layout = JSON.parse(JSON.stringify(plot.layout));
-    window.Plotly.newPlot(chart, JSON.parse(JSON.stringify(plot.data)), { ...layout, height: 300, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
+    window.Plotly.newPlot(chart, JSON.parse(JSON.stringify(plot.data)), { ...layout, height: 230, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
     vl.toast(`Pinned: ${name}`);
   }
 
