@@ -22,7 +22,7 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.recording import read_manifest, shard_names
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, commit, commit_json, sole_writer
@@ -83,7 +83,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
@@ -107,12 +107,16 @@ def record(
         recorder.run_all(on_progress)
 
 
-def bytes_per_token(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> int:
+def bytes_per_token(
+    model: LoopedMoE | InstrumentedModel, statistics: TokenStatistics, options: RecordingOptions
+) -> int:
     """What a token costs in the shards, before compression; the summary's few MB come on top."""
     return sum(_token_bytes(model, statistics, options).values())
 
 
-def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> dict[str, int]:
+def _token_bytes(
+    model: LoopedMoE | InstrumentedModel, statistics: TokenStatistics, options: RecordingOptions
+) -> dict[str, int]:
     steps, config = len(model.plan), model.config
     if options.level == "summary":
         return {}
@@ -127,7 +131,7 @@ def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: Recordi
     item = next(model.parameters()).element_size()
     for name in options.sites:
         axes = SITES[name].axes
-        width = config.width(name) if isinstance(model, InstrumentedModel) else [widths[axis] for axis in axes]
+        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
         parts[name] = steps * item * int(np.prod(width))
     if options.level == "maps":
         parts["maps"] = steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
@@ -137,7 +141,7 @@ def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: Recordi
 class _Recorder:
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,

@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and tokenizer.json.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
     level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
@@ -33,6 +33,10 @@ def record(
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
+    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
 ) -> None:
     """Run a model over text and record what each visit does."""
@@ -59,6 +63,7 @@ def record(
             context_length=context,
             max_tokens=max_tokens,
             threads=threads,
+            model_options=model_options(steps, trust_remote_code),
         )
         run = PreparedRun(request)
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
@@ -69,6 +74,12 @@ def record(
         task = progress.add_task("recording", total=None)
         run.record(lambda done, total: progress.update(task, completed=done, total=total))
     typer.echo(out)
+
+
+def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, int | bool]:
+    """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
+    options: dict[str, int | bool] = {"trust_remote_code": True} if trust_remote_code else {}
+    return options if steps is None else {**options, "steps": steps}
 
 
 def token_bounds(text: str) -> tuple[int, int] | None:
