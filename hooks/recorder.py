@@ -95,7 +95,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
@@ -230,7 +230,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,

@@ -6,7 +6,7 @@ from typing import Any
 
 from visitlens.hooks.adapters.family import Anatomy, Family, Layer, pre_norm_reads
 
-ROUTING = ("router", "experts", "gates")
+ROUTING: tuple[str, ...] = ("router", "experts", "gates")
 DENSE_LAYER = "a dense feed-forward layer among MoE layers"
 
 
@@ -18,7 +18,8 @@ class MoEDecoder(Family):
 
     def anatomy(self, model: Any) -> Anatomy:
         modules: Any = self.body(model).layers
-        layers, dense = [], {}
+        layers: list[Layer] = []
+        dense: dict[int, str] = {}
         for i, module in enumerate(modules):
             sparse = hasattr(module.mlp, self.experts)
             names = {"router": self.router, "experts": self.experts} if sparse else {}
