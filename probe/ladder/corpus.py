@@ -115,13 +115,14 @@ class Corpus:
             report = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
             if report["format"] != FORMAT:
                 raise ValueError(f"format is {report['format']!r}")
-            splits = [
+            train, validation = (
                 TokenizedDocuments(
                     np.load(folder / f"{split}.tokens.npy", mmap_mode="r"), np.load(folder / f"{split}.documents.npy")
                 )
                 for split in SPLITS
-            ]
-            return cls(folder, tuple(report["categories"]), SpecialTokens(**report["special"]), *splits, report)
+            )
+            special = SpecialTokens(**report["special"])
+            return cls(folder, tuple(report["categories"]), special, train, validation, report)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"expected a prepared corpus in {folder}; {error}. Prepare it again.") from error
 

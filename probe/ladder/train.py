@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -249,10 +249,10 @@ class _Metrics:
         out.mkdir(parents=True, exist_ok=True)
         self._file, self._writes = out / "metrics.jsonl", writes
 
-    def write(self, horizon: int | None, row: dict[str, float]) -> None:
+    def write(self, horizon: int | None, row: Mapping[str, float]) -> None:
         if self._writes:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"branch": horizon or 0} | row) + "\n")
+                file.write(json.dumps({"branch": horizon or 0, **row}) + "\n")
 
     def rewind(self, branch: int, seen: int) -> None:
         """Drops rows of a branch after `seen` tokens: the updates they tell of will be made again."""

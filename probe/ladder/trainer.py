@@ -49,7 +49,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         rising = list(self.horizons) == sorted(set(self.horizons)) and len(self.horizons) > 0
-        if not rising or self.decay_tokens < 1 or self.horizons[0] <= self.decay_tokens:
+        if not rising or self.decay_tokens < 1 or min(self.horizons) <= self.decay_tokens:
             raise InputError(
                 f"expected rising horizons, each longer than the decay of {self.decay_tokens} tokens, got {self.horizons}"
             )
