@@ -122,7 +122,9 @@ class _Run:
             if differs:
                 raise InputError(f"{self.out} holds a run with another {' and '.join(differs)}; choose another folder")
         elif self.trainer.rank == 0:
-            file.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            partial = file.with_suffix(".tmp")  # in one step: other processes look at it
+            partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            partial.replace(file)
 
     def _branch(self, horizon: int) -> Path:
         folder = self.out / f"tokens-{horizon}"

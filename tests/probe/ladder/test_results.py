@@ -74,7 +74,7 @@ def test_several_seeds_give_a_mean_and_its_range(tmp_path: Path) -> None:
         for seed, d in enumerate((0.1, -0.3, 0.05))
     ]
     assert first_row(results_tables(grids))["difference"] == "-0.050 (-0.300 to +0.100, 3 seeds)"
-    with pytest.raises(InputError, match="seed 0 of cell .* is in two of the folders"):
+    with pytest.raises(InputError, match=r"seed 0 of cell .* is in two of the folders"):
         results_tables([grids[0], grids[0]])
 
 

@@ -191,6 +191,11 @@ def test_bfloat16_keeps_float32_weights_in_the_optimiser(corpus: Corpus, tmp_pat
     assert not same(state, rounded)  # they hold more than bfloat16 could
 
 
+def test_a_device_that_is_not_there_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="can't train on 'cuda:77'"):
+        train(CONFIG, RECIPE, corpus, tmp_path, device="cuda:77")
+
+
 # As processes of their own
 
 
