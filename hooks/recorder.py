@@ -23,6 +23,7 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
@@ -94,7 +95,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
@@ -183,6 +184,7 @@ def describe_run(
         "tokens": contexts.num_tokens,
         "documents": len(contexts.document_hash),
         "provenance": dict(provenance),
+        "left_out": dict(getattr(statistics, "left_out", {})),
     }
 
 
@@ -205,7 +207,9 @@ def bytes_per_token(model: RunnableModel, statistics: TokenStatistics, options: 
         "d": config.head_dim,
     }
     for name in options.sites:
-        total += steps * dtype_of(model).itemsize * int(np.prod([widths[axis] for axis in SITES[name].axes]))
+        axes = SITES[name].axes
+        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
+        total += steps * dtype_of(model).itemsize * int(np.prod(width))
     if options.level == "maps":
         total += steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
     return total
@@ -226,7 +230,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,
@@ -237,13 +241,19 @@ class ShardWriter:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
             )
+        if isinstance(model, InstrumentedModel):
+            model.check_sites(options.sites)
+            if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
+                raise InputError(
+                    f"level 'maps' needs attention at every step, which {model.config.family} doesn't have"
+                )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
         self.dtype = dtype_of(model)
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
-        if options.level != "summary":
+        if options.level != "summary" and model.config.experts_per_token:
             sites |= {"experts", "gates"}
         if options.level == "maps":
             sites |= {"P"}
@@ -286,13 +296,10 @@ class ShardWriter:
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
-            shard.keep(
-                "routing/ids", torch.stack([values.site("experts", s) for s in steps]).cpu().numpy().astype(np.uint16)
-            )
-            shard.keep(
-                "routing/gate",
-                torch.stack([values.site("gates", s) for s in steps]).cpu().float().numpy().astype(np.float16),
-            )
+            if self.model.config.experts_per_token:
+                ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
+                shard.keep("routing/ids", ids.numpy().astype(np.uint16))
+                shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:

@@ -208,14 +208,25 @@ class Recording:
         rest = () if head is None else (head,)
         return self._over_tokens(str(SITES[site].dataset), tokens, self.plan.step(layer, visit).index, rest)
 
-    def attention_maps(self, layer: int, visit: int) -> np.ndarray:
-        """P of one step, [context, head, query, key] f2."""
+    def attention_maps(self, layer: int, visit: int, context: int | None = None) -> np.ndarray:
+        """P of one step, [context, head, query, key] f2; of one packed context alone, [head, query, key]."""
         if self.level != "maps":
             raise RecordingError(
                 f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
             )
         step = self.plan.step(layer, visit).index
-        return np.concatenate(self.each_shard(lambda gated, shard: gated.read("attn/p", (slice(None), step))))
+        if context is None:
+            return np.concatenate(self.each_shard(lambda gated, shard: gated.read("attn/p", (slice(None), step))))
+        for shard in self.shards:
+            at = context - shard["context_start"]
+            if 0 <= at < shard["context_count"]:
+                return self._files.use(self, shard, lambda gated, shard, at=at: gated.read("attn/p", (at, step)))
+        raise InputError(f"{self.path}: no context {context}; it has {self.contexts}")
+
+    @property
+    def contexts(self) -> int:
+        """Packed contexts recorded so far."""
+        return sum(shard["context_count"] for shard in self.shards)
 
     def each_shard(self, read: Callable[[Gated, dict[str, Any]], _Read]) -> list[_Read]:
         """What `read` takes from each shard, in order of tokens."""

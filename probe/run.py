@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from visitlens.hooks import recorder
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_model, load_tokenizer, sha256_of, weights_sha256
+from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer, sha256_of
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
@@ -28,13 +30,15 @@ from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
 
+_LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
 ENGINES = ("process", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to record and how. `context_length=None` is the model's; `max_tokens` ends after the context it falls in.
+    """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
+    ends after the context it falls in.
 
     `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
     side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
@@ -51,6 +55,8 @@ class RunRequest:
     measures: tuple[str, ...] | None = None
     attention: str = "auto"
     threads: int | None = None
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    """For models other than the native one: `trust_remote_code`, and what its adapter takes, such as `steps`."""
     workers: int = 1
     engine: str = "process"
     ray_address: str | None = None
@@ -67,9 +73,9 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What is known of a model before its weights are read."""
+    """What must be known of a model before it runs."""
 
-    config: LoopedMoEConfig
+    config: LoopedMoEConfig | ModelFacts
     plan: ExecutionPlan
     dtype: torch.dtype
 
@@ -83,8 +89,8 @@ class PreparedRun:
 
     def __init__(self, request: RunRequest, contexts: PackedTokens | None = None) -> None:
         self.request = request
-        config = load_config(request.checkpoint)
-        self.planned = PlannedModel(config, config.loop_spec.plan(), DTYPES[request.dtype])
+        self.planned = self._plan()
+        config = self.planned.config
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
         self.warnings = [f"synthetic: {request.synthetic}"] if request.synthetic else []
         if contexts is None:
@@ -99,9 +105,18 @@ class PreparedRun:
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
 
     @cached_property
-    def model(self) -> LoopedMoE:
+    def model(self) -> LoopedMoE | InstrumentedModel:
         """The loaded model."""
-        return load_model(self.request.checkpoint, self.request.dtype, self.request.device)
+        request = self.request
+        return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+
+    def _plan(self) -> PlannedModel:
+        """A native model's from its configuration; another's from the model itself, which must be loaded to be known."""
+        folder = resolve(self.request.checkpoint)
+        if model_type(folder) is None and not self.request.model_options:
+            config = load_config(folder)
+            return PlannedModel(config, config.loop_spec.plan(), DTYPES[self.request.dtype])
+        return PlannedModel(self.model.config, self.model.plan, DTYPES[self.request.dtype])
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -167,12 +182,15 @@ def record(
     return open_recording(PreparedRun(request).record())
 
 
-def pack_text(request: RunRequest, config: LoopedMoEConfig) -> tuple[PackedTokens, int]:
+def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tuple[PackedTokens, int]:
     """The text in the model's tokens, packed and cut after the context in which `max_tokens` falls; its whole length."""
-    tokenizer = load_tokenizer(request.checkpoint)
+    tokenizer = load_tokenizer(resolve(request.checkpoint))
     texts = [document.text for document in read_documents(request.text)]
     documents = encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)
-    packed = pack(documents, request.context_length or config.context_length, config.bos_token_id, config.pad_token_id)
+    length = request.context_length or config.context_length
+    if request.context_length is None and isinstance(config, ModelFacts):
+        length = min(length, _LONG)  # such models claim contexts of 100,000 tokens and more
+    packed = pack(documents, length, config.bos_token_id, config.pad_token_id)
     return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens), packed.num_tokens
 
 
@@ -182,7 +200,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
     return {
         "checkpoint": request.checkpoint.resolve().name,
         "weights_sha256": weights_sha256(request.checkpoint),
-        "tokenizer_sha256": sha256_of(request.checkpoint / "tokenizer.json"),
+        "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
         "device": request.device,
         "threads": torch.get_num_threads(),

@@ -1,179 +1,148 @@
-"""Any statistic, per-token value or activation of a recording as a file: Parquet, CSV, NPZ or safetensors. No torch."""
+"""A StatArray as a table: of text for a terminal, of HTML for a notebook, the figure drawn in its cells. No torch."""
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import html
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from visitlens.hooks.sites import ACTIVATION_SITES, SITES
-from visitlens.kernels.errors import InputError, UnavailableError
-from visitlens.probe.measure import StatArray
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.hooks.loop_plan import Step, VisitPair
 
-DERIVED = ("expert_overlap", "expert_overlap_chance_by_load", "load_imbalance", "norm_ratio")
-DERIVED += ("update_cosine_same_layer", "update_cosine_other_layers")
-FORMATS = (".parquet", ".csv", ".npz", ".safetensors")
-_SAFETENSORS = {"f2": "F16", "f4": "F32", "f8": "F64", "u1": "U8", "u2": "U16", "u4": "U32", "i4": "I32", "i8": "I64"}
+if TYPE_CHECKING:
+    from visitlens.probe.measure import StatArray
 
-
-@dataclass(frozen=True)
-class Export:
-    """`arrays` by name, the first the main one; `labels` name the elements along the main one's `axes`."""
-
-    name: str
-    arrays: dict[str, np.ndarray]
-    axes: tuple[str, ...]
-    labels: dict[str, list[str]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    bfloat16: bool = False
+_ROWS, _COLUMNS = 40, 24
+"""What a notebook cell shows at most; `to_frame()` has everything."""
+_WIDTH = 220
+"""Of a drawn interval, in pixels."""
 
 
-def choose(
-    run: RecordedRun,
-    what: str,
-    *,
-    per_token: bool = False,
-    layer: int | None = None,
-    visit: int | None = None,
-    head: int | None = None,
-    tokens: tuple[int, int] | None = None,
-) -> Export:
-    """What to export: a measure or derived statistic with its interval; `per_token`, a measure's value for each token;
-    `tokens` (ids, segments, positions); `experts` (with gates) or an activation site, at one layer and visit.
+def label_text(label: Any) -> str:
+    """A label for an axis: `3·2` is layer 3 at visit 2, `3: 1→2` its visits 1 and 2."""
+    if isinstance(label, Step):
+        return f"{label.layer}·{label.visit}"
+    if isinstance(label, VisitPair):
+        return f"{label.layer}: {label.earlier.visit}→{label.later.visit}"
+    return " → ".join(map(str, label)) if isinstance(label, tuple) else str(label)
 
-    Raises:
-        InputError: no such name, or a layer and visit are missing.
-        RecordingError: the recording doesn't hold it.
-    """
-    recording = run.recording
-    about = {"what": what, **run.provenance, "tokens": list(tokens) if tokens else None}
-    first = tokens[0] if tokens else 0
-    if what == "tokens":
-        table = recording.token_table(tokens)
-        return Export(what, table, ("token",), _numbered(first, len(table["id"])), about)
-    if what == "experts" or what in ACTIVATION_SITES:
-        if layer is None or visit is None:
-            raise InputError(f"{what}: name a layer and a visit, for example --layer 3 --visit 2")
-        about |= {"layer": layer, "visit": visit, "head": head}
-        if what == "experts":
-            ids, gates = recording.experts(layer, visit, tokens)
-            return Export(what, {"experts": ids, "gates": gates}, ("token", "k"), _numbered(first, len(ids)), about)
-        values = recording.activation(what, layer, visit, tokens=tokens, head=head)
-        axes = ("token", *(SITES[what].axes if head is None else SITES[what].axes[1:]))
-        start = first if tokens else (recording.run["config"]["options"].get("activation_tokens") or [0])[0]
-        packed = recording.run["config"]["dtype"] == "bfloat16"
-        return Export(what, {what: values}, axes, _numbered(start, len(values)), about, packed)
-    if per_token:
-        measure = run.stat(what).measure
-        values = recording.token_stat(what, tokens)
-        axes = (measure.axes[0], "token", *measure.axes[1:])
-        labels = {axis: _texts(items) for axis, items in run.stat(what).labels.items()}
-        return Export(what, {what: values}, axes, labels | _numbered(first, values.shape[1]), about)
-    if what not in (*run.measures, *DERIVED):
-        raise InputError(
-            f"nothing of the name {what!r}; there are tokens, experts, {', '.join((*ACTIVATION_SITES, *DERIVED, *run.measures))}"
+
+def as_text(stat: StatArray) -> str:
+    """Title and rows with intervals for up to one axis, a grid of values for two, each slice of the first axis for three."""
+    head = f"{stat.measure.title} [{stat.measure.unit}], {stat.aggregation}"
+    if len(stat.axes) > 2:
+        first = stat.axes[0]
+        if len(stat.axes) > 3 or max(len(stat.labels[a]) for a in stat.axes) > _COLUMNS:
+            return f"{head}: {sizes(stat)}; --json has the values"
+        parts = [as_text(stat.sel(**{first: label})).split("\n", 1)[1] for label in stat.labels[first]]
+        return "\n".join(
+            [head, *(f"{first} {label_text(l)}\n{p}" for l, p in zip(stat.labels[first], parts, strict=True))]
         )
-    stat: StatArray = getattr(run, what)() if what in DERIVED else run.stat(what)
     low, high = stat.interval()
-    about |= {"measure": stat.measure.to_attributes(), "documents": stat.documents, "aggregation": stat.aggregation}
-    labels = {axis: _texts(stat.labels[axis]) for axis in stat.axes}
-    return Export(what, {"value": stat.values, "low": low, "high": high}, stat.axes, labels, about)
+    if len(stat.axes) == 2:
+        rows, columns = ([label_text(label) for label in stat.labels[a]] for a in stat.axes)
+        if len(columns) > _COLUMNS:
+            return f"{head}: {sizes(stat)}; --json has the values"
+        cells = [["", *columns], *([row, *map(_number, values)] for row, values in zip(rows, stat.values, strict=True))]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        aligned = [
+            "  "
+            + row[0].ljust(widths[0])
+            + "  "
+            + "  ".join(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))
+            for row in cells
+        ]
+        return "\n".join([head, *(line.rstrip() for line in aligned)])
+    names = [label_text(label) for label in stat.labels[stat.axes[0]]] if stat.axes else [""]
+    width = max(map(len, names))
+    rows = zip(names, np.atleast_1d(stat.values), np.atleast_1d(low), np.atleast_1d(high), strict=True)
+    return "\n".join([head, *(f"  {n.ljust(width)}  {_number(v)}{_bounds(a, b)}" for n, v, a, b in rows)])
 
 
-def write(export: Export, out: Path) -> Path:
-    """By the ending of `out`.
-
-    Raises:
-        InputError: another ending.
-        UnavailableError: Parquet without pyarrow.
-    """
-    writers = {".parquet": _parquet, ".csv": _csv, ".npz": _npz, ".safetensors": _safetensors}
-    if out.suffix not in writers:
-        raise InputError(f"{out}: expected a name that ends in {', '.join(FORMATS)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    writers[out.suffix](export, out)
-    return out
-
-
-def _texts(items: Sequence[Any]) -> list[str]:
-    return [step_label(item) if hasattr(item, "visit") else str(item) for item in items]
+def as_html(stat: StatArray) -> str:
+    """Rows with drawn intervals for up to one axis, a coloured grid for two, else what to choose."""
+    measure = stat.measure
+    counts = f"{stat.documents:,} documents, {stat.tokens:,} tokens"
+    interval = "" if stat.replicates is None else "; intervals: 95% document bootstrap"
+    head = (
+        f"<b>{html.escape(measure.title)}</b> <span style='opacity:.7'>[{html.escape(measure.unit)}] "
+        f"{html.escape(stat.aggregation)}; {counts}{interval}</span>"
+    )
+    tail = f"<div style='opacity:.7;max-width:60em'>{html.escape(measure.definition)}</div>"
+    if len(stat.axes) > 2:
+        hint = f"{sizes(stat)}: choose with <code>.sel({stat.axes[0]}=...)</code> or average with <code>.mean({stat.axes[-1]!r})</code>"
+        return f"<div>{head}<div>{hint}</div>{tail}</div>"
+    body = _grid(stat) if len(stat.axes) == 2 else _rows(stat)
+    return f"<div>{head}{body}{tail}</div>"
 
 
-def _numbered(first: int, count: int) -> dict[str, list[str]]:
-    return {"token": [str(index) for index in range(first, first + count)]}
+def sizes(stat: StatArray) -> str:
+    """`3 layer x 12 head`."""
+    return " x ".join(f"{len(stat.labels[axis])} {axis}" for axis in stat.axes) or "one number"
 
 
-def _columns(export: Export) -> dict[str, np.ndarray]:
-    """One row an element of the main array; vectors of an activation keep their last axis as columns `0, 1 ...`."""
-    main = next(iter(export.arrays.values()))
-    wide = export.axes[-1] in ("hidden", "d", "k")
-    axes = export.axes[:-1] if wide else export.axes
-    shape = main.shape[: len(axes)]
-    rows = np.indices(shape).reshape(len(axes), -1) if axes else np.zeros((0, 1), int)
-    columns: dict[str, np.ndarray] = {}
-    for axis, index in zip(axes, rows, strict=True):
-        labels = export.labels.get(axis) or [str(i) for i in range(main.shape[export.axes.index(axis)])]
-        whole = all(label.isdigit() for label in labels)
-        columns[axis] = np.array([int(v) for v in labels] if whole else labels)[index]
-    for name, array in export.arrays.items():
-        if wide:
-            flat = array.reshape(-1, array.shape[-1])
-            columns |= {f"{name}_{i}": flat[:, i] for i in range(flat.shape[1])}
-        else:
-            columns[name] = array.reshape(-1)
-    return columns
+def _rows(stat: StatArray) -> str:
+    names = [label_text(label) for label in stat.labels[stat.axes[0]]] if stat.axes else [""]
+    values = np.atleast_1d(stat.values)
+    low, high = (np.atleast_1d(bound) for bound in stat.interval())
+    known = np.concatenate([x[np.isfinite(x)] for x in (values, low, high)] + [np.zeros(1)])
+    start, stop = float(known.min()), float(known.max())
+    scale = (_WIDTH - 10) / ((stop - start) or 1.0)
+
+    def at(value: float) -> float:
+        return round(5 + (value - start) * scale, 1)
+
+    rows = []
+    for name, value, a, b in list(zip(names, values, low, high, strict=True))[:_ROWS]:
+        drawn = f"<line x1='{at(0)}' x2='{at(0)}' y1='0' y2='14' stroke='#9AA5B1'/>"
+        if np.isfinite(a) and np.isfinite(b):
+            drawn += f"<line x1='{at(a)}' x2='{at(b)}' y1='7' y2='7' stroke='#2166AC' stroke-width='2'/>"
+        if np.isfinite(value):
+            drawn += f"<circle cx='{at(value)}' cy='7' r='3.5' fill='#2166AC'/>"
+        picture = f"<svg width='{_WIDTH}' height='14' role='img' aria-label='{_number(value)}'>{drawn}</svg>"
+        cells = (html.escape(name), _number(value), _bounds(a, b).strip(), picture)
+        rows.append(
+            f"<tr><td style='text-align:left'>{cells[0]}</td><td>{cells[1]}</td><td>{cells[2]}</td><td>{cells[3]}</td></tr>"
+        )
+    axis = html.escape(stat.axes[0]) if stat.axes else ""
+    return _table(f"<tr><th>{axis}</th><th>value</th><th>95%</th><th></th></tr>", rows, len(names) - _ROWS)
 
 
-def _parquet(export: Export, out: Path) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise UnavailableError(f"{out}: Parquet needs pyarrow: pip install pyarrow, or use .csv or .npz") from error
-    table = pa.table(_columns(export))
-    pq.write_table(table.replace_schema_metadata({"visitlens": json.dumps(export.about)}), out)
+def _grid(stat: StatArray) -> str:
+    rows, columns = ([label_text(label) for label in stat.labels[a]] for a in stat.axes)
+    finite = np.abs(stat.values[np.isfinite(stat.values)])
+    reach = float(finite.max()) if finite.size and finite.max() else 1.0
+    low, high = stat.interval()
+    body = []
+    for i, name in enumerate(rows[:_ROWS]):
+        cells = "".join(
+            f"<td style='{_shade(stat.values[i, j] / reach)}' title='{html.escape(name)}, {html.escape(column)}: {_number(stat.values[i, j])}"
+            f"{_bounds(low[i, j], high[i, j])}'>{_number(stat.values[i, j], 3)}</td>"
+            for j, column in enumerate(columns[:_COLUMNS])
+        )
+        body.append(f"<tr><th style='text-align:left'>{html.escape(name)}</th>{cells}</tr>")
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns[:_COLUMNS])
+    corner = f"{html.escape(stat.axes[0])} \\ {html.escape(stat.axes[1])}"
+    note = "" if len(columns) <= _COLUMNS else f"<div>... {len(columns) - _COLUMNS} more columns</div>"
+    return _table(f"<tr><th>{corner}</th>{head}</tr>", body, len(rows) - _ROWS) + note
 
 
-def _csv(export: Export, out: Path) -> None:
-    columns = _columns(export)
-    with out.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file)
-        rows.writerow(columns)
-        rows.writerows(zip(*(column.tolist() for column in columns.values()), strict=True))
+def _table(head: str, rows: list[str], more: int) -> str:
+    note = f"<div>... {more} more rows in <code>.to_frame()</code></div>" if more > 0 else ""
+    return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>{note}"
 
 
-def _npz(export: Export, out: Path) -> None:
-    labels = {f"axis_{axis}": np.array(items) for axis, items in export.labels.items()}
-    axes, about = np.array(export.axes), np.array(json.dumps(export.about))
-    np.savez_compressed(out, **export.arrays, **labels, axes=axes, about=about)
+def _shade(share: float) -> str:
+    """Red for positive, blue for negative, by size; the text stays readable on light and dark pages."""
+    if not np.isfinite(share):
+        return ""
+    red, green, blue = (178, 24, 43) if share > 0 else (33, 102, 172)
+    return f"background:rgba({red},{green},{blue},{0.55 * min(abs(share), 1.0):.2f})"
 
 
-def _safetensors(export: Export, out: Path) -> None:
-    """The format's own layout (a JSON header, then the bytes), written here: its NumPy interface has no bfloat16."""
-    header: dict[str, Any] = {
-        "__metadata__": {
-            "axes": ",".join(export.axes),
-            "about": json.dumps(export.about),
-            "labels": json.dumps(export.labels),
-        }
-    }
-    parts, at = [], 0
-    for name, array in export.arrays.items():
-        kind = _SAFETENSORS[array.dtype.str[1:]]
-        data = np.ascontiguousarray(array)
-        if export.bfloat16:  # widened without loss when it was read
-            kind, data = "BF16", (data.view(np.uint32) >> 16).astype(np.uint16)
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + data.nbytes]}
-        parts.append(data.tobytes())
-        at += data.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with out.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.writelines(parts)
+def _number(value: float, digits: int = 4) -> str:
+    return f"{value:.{digits}f}" if np.isfinite(value) else "-"
+
+
+def _bounds(low: float, high: float) -> str:
+    return f"  [{low:.4f}, {high:.4f}]" if np.isfinite(low) and np.isfinite(high) else ""

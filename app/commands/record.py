@@ -24,7 +24,7 @@ class Engine(StrEnum):
 
 
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and tokenizer.json.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
     level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
@@ -37,6 +37,10 @@ def record(
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
+    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
@@ -73,6 +77,7 @@ def record(
             engine=engine.value,
             ray_address=ray_address,
             synthetic=synthetic,
+            model_options=model_options(steps, trust_remote_code),
         )
         run = PreparedRun(request)
         if workers == 1 and engine is Engine.process:
@@ -85,3 +90,9 @@ def record(
         task = progress.add_task("recording", total=None)
         run.record(lambda done, total: progress.update(task, completed=done, total=total))
     typer.echo(out)
+
+
+def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, int | bool]:
+    """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
+    options: dict[str, int | bool] = {"trust_remote_code": True} if trust_remote_code else {}
+    return options if steps is None else {**options, "steps": steps}

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.probe.exports import choose, write
 from visitlens.probe.opened import RecordedRun
-from visitlens.probe.tables import choose, write
 
 
 @pytest.fixture(scope="module")
