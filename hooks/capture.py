@@ -191,14 +191,14 @@ class StepValues:
         if steps[0] in self._captured.absent.get("Q", {}):
             return self._no_rows(len(steps))
         rules = [self._captured.rules.get(step) for step in steps]
-        longest = max((end - start for start, end in self.segments.spans), default=0)
         visits = [self._queries_and_keys(step) for step in steps]
-        if all(rule is None or rule.is_plain(longest) for rule in rules):
-            scale = rules[0].scale if rules[0] else None
-            if not overlaps:
-                rows = [row_statistics(q, k, self.segments, scale, self._implementation) for q, k in visits]
-                return VisitOverlaps(rows, {}, None)
-            return visit_overlaps(visits, self.segments, scale, self._implementation)
+        first = rules[0] or AttentionRule(visits[0][0].shape[-1] ** -0.5)  # the same at every visit of a layer
+        if first.in_kernels:
+            fixed = {"window": first.window, "soft_cap": first.soft_cap, "sinks": first.sinks}
+            if overlaps:
+                return visit_overlaps(visits, self.segments, first.scale, self._implementation, **fixed)
+            rows = [row_statistics(q, k, self.segments, first.scale, self._implementation, **fixed) for q, k in visits]
+            return VisitOverlaps(rows, {}, None)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
             rule = rules[visit]

@@ -37,10 +37,11 @@ SITES = {
         Site(
             "attn_write", "d_attn", ("hidden",), "hook_attn_out", "attention write, after the 1/r scale", "resid/attn"
         ),
-        Site("moe_in", "y_hat", ("hidden",), "ln2.hook_normalized", "RMSNorm output that the experts read"),
+        Site("moe_in", "y_hat", ("hidden",), "ln2.hook_normalized", "RMSNorm output that router and experts read"),
         Site("router", "", ("expert",), "mlp.hook_router_logits", "router logits over all experts"),
         Site("experts", "S", ("k",), "mlp.hook_expert_indices", "experts used", "routing/ids"),
         Site("gates", "g", ("k",), "mlp.hook_expert_weights", "gates of the experts used", "routing/gate"),
+        Site("expert_in", "", ("hidden",), "mlp.hook_expert_in", "what the experts read, the router having chosen"),
         Site("moe_write", "d_moe", ("hidden",), "hook_mlp_out", "MoE write, after the 1/r scale", "resid/moe"),
     )
 }

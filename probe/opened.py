@@ -19,6 +19,7 @@ import numpy as np
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.recording import Recording
 from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
@@ -32,9 +33,13 @@ _NORM_MEASURES = {
 }
 
 
-def open(path: str | Path) -> RecordedRun:
-    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked."""
-    return RecordedRun(Recording(path))
+def open(path: str | Path, *, trusted: bool = False) -> RecordedRun:
+    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked.
+
+    Every file is checked before its data are read (docs/recording.md); `trusted=True`, for recordings of your own, spares
+    the costly part of that.
+    """
+    return RecordedRun(Recording(path, trusted=trusted))
 
 
 class RecordedRun:
@@ -303,6 +308,22 @@ class RecordedRun:
     def sink_mass(self) -> StatArray:
         """[step, head] attention on the segment start."""
         return self.stat("sink_mass")
+
+    # Analyses kept with the recording (`visitlens ablate`)
+
+    def ablations(self) -> dict[str, analyses.HeadAblation]:
+        """By name, such as "dyck-zero": what ablating each head does to a metric. Empty where none was stored.
+
+        Raises:
+            RecordingError: a stored analysis can't be read.
+        """
+        path = self.recording.path
+        return {n: analyses.load(path, analyses.ABLATION, n) for n in analyses.stored(path, analyses.ABLATION)}
+
+    def dyck(self) -> dict[str, analyses.DyckStudy]:
+        """By name, such as "zero": the Dyck head's attention, and bracket completion by shots. Raises as `ablations`."""
+        path = self.recording.path
+        return {n: analyses.load(path, analyses.DYCK, n) for n in analyses.stored(path, analyses.DYCK)}
 
     def _cosine_cells(self, cells: list[tuple[int, int]], measure: Measure, labels: list[Any]) -> StatArray:
         full = self.update_cosine()

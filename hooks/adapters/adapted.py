@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visitlens.hooks.adapters.attention_calls import watch_registry, watch_sdpa
+from visitlens.hooks.adapters.attention_calls import watch_registry, watch_sdpa, watch_torch
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.capture import Captured
@@ -72,7 +72,7 @@ class AdaptedModel(InstrumentedModel):
                 self.part = None
             if return_type == "none":
                 continue
-            piece = _logits(result)
+            piece = self._logits(result)
             if logits is None:
                 logits = piece.new_full((tokens.numel(), piece.shape[-1]), float("nan"))
             logits[part.index.flatten().to(piece.device)] = piece.flatten(0, 1)
@@ -80,6 +80,15 @@ class AdaptedModel(InstrumentedModel):
             return None
         logits = logits.unflatten(0, tuple(tokens.shape))
         return logits if return_type == "logits" else _loss(logits, tokens, segments)
+
+    def _logits(self, result: Any) -> Tensor:
+        logits = self.family.logits(result)
+        if logits is None:
+            raise InputError(
+                "this model has no language-model head, so there are no logits: load its ...ForCausalLM class, "
+                "or ask for return_type='none'"
+            )
+        return logits
 
     @contextmanager
     def observing(self, captured: Captured) -> Iterator[None]:
@@ -89,6 +98,7 @@ class AdaptedModel(InstrumentedModel):
             undo.callback(observer.remove)
             observer.install()
             undo.enter_context(watch(observer.attention_observers()))
+            undo.enter_context(watch_torch(observer.torch_observers()))
             yield
 
     def _check(self, tokens: Tensor, segments: Tensor | None) -> None:
@@ -122,16 +132,6 @@ def _parts(tokens: Tensor, segment_ids: Tensor | None) -> Iterator[Part]:
     for number, (n, starts) in enumerate(sorted(by_length.items())):
         index = torch.tensor(starts).unsqueeze(1) + torch.arange(n)
         yield Part(index, contexts, length, number == 0, index.numel() == tokens.numel())
-
-
-def _logits(result: Any) -> Tensor:
-    logits = getattr(result, "logits", None)
-    if logits is None:
-        raise InputError(
-            "this model has no language-model head, so there are no logits: load its ...ForCausalLM class, "
-            "or ask for return_type='none'"
-        )
-    return logits
 
 
 def _loss(logits: Tensor, tokens: Tensor, segments: Tensor | None) -> Tensor:

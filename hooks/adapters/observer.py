@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from visitlens.hooks.adapters.attention_calls import AttentionCall
-from visitlens.hooks.adapters.family import Read
+from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
+from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
@@ -61,6 +61,24 @@ class StepObserver:
             for path in layer.modules
         }
 
+    def torch_observers(self) -> dict[nn.Module, TorchCall]:
+        """For sites that only the torch functions inside a module show."""
+        return {
+            self._module(path, inside.module): self._see(self._module(path, inside.module), inside)
+            for layer in self.adapted.anatomy.layers
+            for inside in layer.inside
+            if set(inside.sites) & set(self.captured.sites)
+            for path in layer.modules
+        }
+
+    def _see(self, module: nn.Module, inside: Inside) -> TorchCall:
+        def look(func: Any, args: tuple, _: Any, result: Any) -> None:
+            for site, value in inside.read(module, func, args, result).items():
+                if site in self.captured.sites:
+                    self._store(site, value)
+
+        return look
+
     def _module(self, *paths: str) -> nn.Module:
         path = ".".join(p for p in paths if p)
         try:
@@ -100,8 +118,17 @@ class StepObserver:
             self.captured.clear()
 
     def _end(self, *_: Any) -> None:
-        if not _recomputing():
-            self.clock.finish()
+        if _recomputing():
+            return
+        self.clock.finish()
+        for site in self.captured.sites:
+            absent = self.captured.absent.get(site, {})
+            for step in self.adapted.plan.steps:
+                if step.index not in absent and self.captured.held(site, step.index) is None:
+                    raise PlanError(
+                        f"{step} ran and gave no {site!r}: the adapter for {self.adapted.config.family} doesn't fit this model, or its "
+                        'attention goes past what is watched (load it with attn_implementation="sdpa")'
+                    )
 
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int) -> None:
         if _recomputing():
@@ -117,18 +144,16 @@ class StepObserver:
         if self.step is None:
             return
         options, wanted, new = call.options, self.captured.sites, call.q.shape[2]
-        causal = options.get("is_causal")
-        if causal is None:
-            causal = getattr(self._running_module(), "is_causal", True)
         scale = options.get("scaling")
-        # A bias per query and key, sinks per query or a soft cap: Q and K alone don't give the rows.
+        # A bias of each query and key, or a sink of each query: Q and K alone don't give the rows.
         sinks = options.get("s_aux")
-        from_map = any(options.get(name) is not None for name in ("position_bias", "sinks", "softcap"))
+        from_map = any(options.get(name) is not None for name in ("position_bias", "sinks"))
         rule = AttentionRule(
             scale=float(call.q.shape[-1] ** -0.5 if scale is None else scale),
             window=options.get("sliding_window"),
-            causal=bool(causal),
+            causal=self.adapted.family.causal,
             sinks=None if sinks is None else sinks.detach(),
+            soft_cap=options.get("softcap"),
             from_map=from_map,
         )
         self.captured.rules[self.step] = rule
@@ -139,10 +164,6 @@ class StepObserver:
                 self._store(site, value)
         if "P" in wanted or (from_map and {"Q", "K"} <= set(wanted)):
             self._store("P", self._pattern(call, rule))
-
-    def _running_module(self) -> nn.Module:
-        layer = self.adapted.anatomy.layers[self.adapted.plan.steps[self.step or 0].layer]
-        return self._module(layer.modules[0], str(layer.attention))
 
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
