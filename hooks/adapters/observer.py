@@ -13,7 +13,6 @@ from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured
-from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -176,37 +175,8 @@ class StepObserver:
         return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
 
     def _store(self, site: str, value: Tensor) -> None:
-        if self.step is None or _recomputing():
-            return
-        value = value.detach()
-        if value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
-            value = value.unflatten(0, self.shape)
-        part = self.adapted.part
-        if part is None:
-            self.captured.store(site, self.step, value)
-        elif part.whole and site != "P":
-            self.captured.store(site, self.step, value.flatten(0, 1).unflatten(0, (part.contexts, part.length)))
-        else:
-            self._place(site, self.step, value)
-
-    def _place(self, site: str, step: int, value: Tensor) -> None:
-        """Documents into their places among the contexts; what is padding is NaN (0 in a pattern, and for expert ids)."""
-        part = self.adapted.part
-        assert part is not None
-        flat = part.index.flatten().to(value.device)
-        buffer = self.captured.held(site, step)
-        if site == "P":  # [document, head, query, key]
-            if buffer is None:
-                buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
-            for document, start in zip(value, part.index[:, 0].tolist(), strict=True):
-                context, at = divmod(start, part.length)
-                buffer[context, :, at : at + len(document[0]), at : at + len(document[0])] = document
-        else:
-            if buffer is None:
-                fill = float("nan") if value.is_floating_point() else 0
-                buffer = value.new_full((part.contexts, part.length, *value.shape[2:]), fill)
-            buffer.flatten(0, 1)[flat] = value.flatten(0, 1)
-        self.captured.store(site, step, buffer)
+        if self.step is not None and not _recomputing():
+            self.adapted.place(self.captured, site, self.step, value, self.shape)
 
 
 def _recomputing() -> bool:
