@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_clean_to_clean_patching_changes_nothing_at_any_visit(visits: Any, bridg
             assert torch.equal(patched, logits), name
     clean, last = bridge.run_with_cache(TOKENS)
     own = bridge.run_with_hooks(TOKENS, fwd_hooks=[("L_blocks.0.hook_in", lambda v, hook: last["L_blocks.0.hook_in"])])
-    assert float((own - clean).abs().max()) > 1e-2
+    assert float((own - clean).detach().abs().max()) > 1e-2
 
 
 def test_the_residual_is_its_writes(visits: Any) -> None:
@@ -220,10 +221,7 @@ def test_the_remote_path_is_the_local_one_with_one_argument(hrm: nn.Module, monk
 
     source: Callable[..., Any] = vl.from_nnsight(lm, remote=True)
     monkeypatch.setattr(type(lm), "trace", local)
-    try:
+    # nnsight reads the caller's source, which the wrapper hides from it: the argument is what counts here.
+    with suppress(Exception):
         source(TOKENS[:1])
-    except (
-        Exception
-    ):  # nnsight reads the caller's source, which the wrapper may hide from it: the argument is what counts
-        pass
     assert asked == [{"remote": True}]
