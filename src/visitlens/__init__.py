@@ -24,6 +24,11 @@ _EXPORTS = {
     "load_model": "visitlens.hooks.models.checkpoint",
     "open": "visitlens.probe.opened",
     "record": "visitlens.probe.run",
+    "Sample": "visitlens.probe.samples",
+    "do": "visitlens.hooks.intervene",
+    "experiment": "visitlens.probe.experiment",
+    "intervene": "visitlens.hooks.intervene",
+    "load": "visitlens.probe.notebook",
 }
 
 
