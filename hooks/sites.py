@@ -48,6 +48,12 @@ SITES = {
 ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write")
 """What level `activations` can store. O is `attn_write` times r and isn't stored twice."""
 
+ASSUMPTIONS = {
+    "sum of writes": "residual in + attention write + MoE write = residual out",
+    "softmax router": "the router's scores over all experts are a softmax",
+}
+"""What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""
+
 
 def check_sites(names: Iterable[str], allowed: Iterable[str] = tuple(SITES)) -> tuple[str, ...]:
     """The names, if all are allowed.

@@ -348,8 +348,8 @@ def test_wrong_inputs_say_so(change, words):
 
 def test_dispatch(monkeypatch):
     choose = dispatch.choose_attention_rows
-    with pytest.raises(InputError, match="'torch', 'numba'"):
-        choose("cpu", torch.float32, "triton")
+    with pytest.raises(InputError, match="'torch', 'numba', 'triton'"):
+        choose("cpu", torch.float32, "cuda")
     monkeypatch.setattr(dispatch, "_numba_is_installed", lambda: True)
     assert choose("cpu", torch.bfloat16, "auto") == choose("cpu", torch.float32, "numba") == "numba"
     assert choose("cpu", torch.float64, "auto") == choose("cuda", torch.float32, "auto") == "torch"
