@@ -27,6 +27,11 @@ _EXPORTS = {
     "load_model": "visitlens.hooks.loading",
     "open": "visitlens.probe.opened",
     "record": "visitlens.probe.run",
+    "Sample": "visitlens.probe.samples",
+    "do": "visitlens.hooks.intervene",
+    "experiment": "visitlens.probe.experiment",
+    "intervene": "visitlens.hooks.intervene",
+    "load": "visitlens.probe.notebook",
 }
 
 
