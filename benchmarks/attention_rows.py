@@ -179,7 +179,7 @@ def _available(name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()

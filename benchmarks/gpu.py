@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -124,10 +125,7 @@ def time_rows(device: str, small: bool, until: float) -> dict:
     for dtype_name in ("float32",) if small else ("bfloat16", "float32"):
         visits = [tuple(t.to(device) for t in visit) for visit in draw(tokens, heads, kv_heads, d, DTYPES[dtype_name])]
         for case, segments in documents.items():
-            runs = {
-                name: (lambda name=name, segments=segments: visit_overlaps(visits, segments, implementation=name))
-                for name in ("triton", "torch")
-            }
+            runs = {n: partial(visit_overlaps, visits, segments, implementation=n) for n in ("triton", "torch")}
             key = f"batch {batch}, T = {length}, {heads} heads, {kv_heads} key heads, d = {d}, {dtype_name}, {case}"
             report[key] = {}
             taken: dict[str, list[float]] = {name: [] for name in runs}
