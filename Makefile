@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: reproduce test check format bench clean
+.PHONY: reproduce test check format bench docs clean
 
 reproduce: .venv/run-ready
 	$(BIN)/visitlens reproduce --out out
@@ -23,6 +23,9 @@ format: .venv/test-ready
 bench: .venv/test-ready
 	$(BIN)/python benchmarks/attention_rows.py --out benchmarks/results/attention_rows.json
 	$(BIN)/python benchmarks/recording.py --out benchmarks/results/recording.json
+
+docs: .venv/test-ready
+	$(BIN)/mkdocs build
 
 .venv/run-ready: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.attention_rows import RowStatistics, VisitOverlaps, row_statistics, visit_overlaps
+from visitlens.kernels.attention_rows import (
+    OverlapStatistics,
+    RowStatistics,
+    VisitOverlaps,
+    row_statistics,
+    visit_overlaps,
+)
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.memory import return_freed_memory
 from visitlens.kernels.segments import Segments
@@ -27,10 +36,18 @@ _MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second
 
 
 class Captured:
-    """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...]."""
+    """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...].
 
-    def __init__(self, plan: ExecutionPlan, sites: tuple[str, ...]) -> None:
+    `absent` names the steps that lack a site, with the reason; `rules` the steps whose attention
+    rows aren't the plain causal softmax of Q and K.
+    """
+
+    def __init__(
+        self, plan: ExecutionPlan, sites: tuple[str, ...], absent: Mapping[str, Mapping[int, str]] | None = None
+    ) -> None:
         self.plan, self.sites = plan, sites
+        self.absent = absent or {}
+        self.rules: dict[int, AttentionRule] = {}
         self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
 
     def get(self, site: str, layer: int, visit: int) -> Tensor:
@@ -42,12 +59,18 @@ class Captured:
         try:
             return self._values[site][step]
         except KeyError:
+            if why := self.absent.get(site, {}).get(step):
+                raise InputError(f"{self.plan.steps[step]} has no site {site!r}: {why}") from None
             raise InputError(
                 f"site {site!r} has no value at step {step}: run the model inside the capture first"
             ) from None
 
     def store(self, site: str, step: int, value: Tensor) -> None:
-        self._values[site][step] = value.detach()
+        self._values.setdefault(site, {})[step] = value.detach()
+
+    def held(self, site: str, step: int) -> Tensor | None:
+        """The value, if there is one yet."""
+        return self._values.get(site, {}).get(step)
 
     def clear(self) -> None:
         """Lets go of every value, and of the memory where that is much."""
@@ -59,13 +82,18 @@ class Captured:
 
 
 @contextmanager
-def capture(model: LoopedMoE, sites: Iterable[str]) -> Iterator[Captured]:
+def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured]:
     """Keeps the sites' values of each forward inside; hooks are gone afterwards. Outputs stay bit-identical.
 
     Raises:
         PlanError: the model leaves its plan.
-        InputError: an unknown site.
+        InputError: an unknown site, or one that the model doesn't have.
     """
+    if isinstance(model, InstrumentedModel):
+        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps())
+        with model.observing(captured):
+            yield captured
+        return
     plan = model.plan
     captured = Captured(plan, check_sites(sites))
     clock = VisitClock(plan)
@@ -116,10 +144,21 @@ class StepValues:
         self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
+        """NaN (expert 0) at a step that lacks the site; one NaN a token of a site that no step has."""
         if (name, step) not in self._flat:
-            value = self._captured.at(name, step).flatten(0, 1)
-            self._flat[name, step] = value if self._keep is None else value[self._keep]
+            if step in self._captured.absent.get(name, {}):
+                self._flat[name, step] = self._nothing_at(name)
+            else:
+                value = self._captured.at(name, step).flatten(0, 1)
+                self._flat[name, step] = value if self._keep is None else value[self._keep]
         return self._flat[name, step]
+
+    def _nothing_at(self, name: str) -> Tensor:
+        having = [s.index for s in self.plan.steps if s.index not in self._captured.absent[name]]
+        if not having:
+            return torch.full((self.segments.num_tokens, 1), float("nan"))
+        like = self.site(name, having[0])
+        return torch.full_like(like, float("nan") if like.is_floating_point() else 0)
 
     def norm(self, name: str, step: int) -> Tensor:
         """Norms of a site's vectors: [token], or [token, head] where a site has heads."""
@@ -135,8 +174,11 @@ class StepValues:
 
     @cached_property
     def visible_keys(self) -> Tensor:
-        """[token] how many keys a query sees: its position in the segment, plus 1."""
-        return self.segments.positions() + 1
+        """[token] how many keys a query sees: its position in the segment, plus 1, or the smallest sliding window.
+        Where attention goes both ways, positions count as if it didn't."""
+        windows = [rule.window for rule in self._captured.rules.values() if rule.window is not None]
+        keys = self.segments.positions() + 1
+        return keys.clamp(max=min(windows)) if windows else keys
 
     @cached_property
     def attention_rows(self) -> list[RowStatistics]:
@@ -147,21 +189,52 @@ class StepValues:
             rows.update(zip(visits, overlaps.rows, strict=True))
         for step in self.plan.steps:
             if step.index not in rows:
-                q, k = self._queries_and_keys(step.index)
-                rows[step.index] = row_statistics(q, k, self.segments, implementation=self._implementation)
+                rows[step.index] = self._compare([step.index], overlaps=False).rows[0]
         return [rows[i] for i in range(len(self.plan))]
 
     @cached_property
     def attention_overlaps(self) -> dict[int, VisitOverlaps]:
         """Looped layer -> overlaps of its visits."""
         return {
-            layer: visit_overlaps(
-                [self._queries_and_keys(s.index) for s in self.plan.steps if s.layer == layer],
-                self.segments,
-                implementation=self._implementation,
-            )
+            layer: self._compare([s.index for s in self.plan.steps if s.layer == layer], overlaps=True)
             for layer in self.plan.looped_layers
         }
+
+    def _compare(self, steps: list[int], overlaps: bool) -> VisitOverlaps:
+        """Rows of the visits of one layer, and what they share."""
+        if steps[0] in self._captured.absent.get("Q", {}):
+            return self._no_rows(len(steps))
+        rules = [self._captured.rules.get(step) for step in steps]
+        longest = max((end - start for start, end in self.segments.spans), default=0)
+        visits = [self._queries_and_keys(step) for step in steps]
+        if all(rule is None or rule.is_plain(longest) for rule in rules):
+            scale = rules[0].scale if rules[0] else None
+            if not overlaps:
+                rows = [row_statistics(q, k, self.segments, scale, self._implementation) for q, k in visits]
+                return VisitOverlaps(rows, {}, None)
+            return visit_overlaps(visits, self.segments, scale, self._implementation)
+
+        def pattern(visit: int, start: int, end: int) -> Tensor:
+            rule = rules[visit]
+            if rule is not None and rule.from_map:
+                return self._document_map(steps[visit], start, end)
+            return cast(AttentionRule, rule).pattern(*(x[start:end] for x in visits[visit]))
+
+        return map_overlaps(cast(list[AttentionRule], rules), pattern, self.segments, overlaps)
+
+    def _document_map(self, step: int, start: int, end: int) -> Tensor:
+        """[head, query, key] of one document, from the captured map [context, head, query, key]."""
+        maps = self._captured.at("P", step)
+        first = start if self._keep is None else int(self._keep[start])
+        context, at = divmod(first, maps.shape[-1])
+        return maps[context, :, at : at + end - start, at : at + end - start]
+
+    def _no_rows(self, visits: int) -> VisitOverlaps:
+        """Of a layer without attention: NaN."""
+        nan = self._nothing_at("Q")[..., 0]
+        none = OverlapStatistics(torch.zeros_like(nan, dtype=torch.bool), torch.zeros_like(nan, dtype=torch.int64), nan)
+        rows = [RowStatistics(nan, nan, nan, nan)] * visits
+        return VisitOverlaps(rows, dict.fromkeys(combinations(range(visits), 2), none), [none] * visits)
 
     def _queries_and_keys(self, step: int) -> tuple[Tensor, Tensor]:
         """With NaN for infinities: a score of -inf would leave its row a number, as if the key weren't there."""

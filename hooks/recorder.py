@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,11 +23,13 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.recording import read_manifest, shard_names
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.ledger import Ledger, Shard, ShardTask
+from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import check_room, commit, commit_json, sole_writer
+from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -57,6 +60,16 @@ class TokenStatistics(Protocol):
         ...
 
 
+class RunnableModel(Protocol):
+    """What sizes and descriptions need of a model: a driver whose workers hold the weights has no more than this."""
+
+    @property
+    def plan(self) -> ExecutionPlan: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions:
     """What is kept. `activation_tokens` is a range of token ordinals; None = all. `batch` is contexts per forward:
@@ -82,7 +95,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
@@ -100,116 +113,177 @@ def record(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
-    recorder = _Recorder(model, contexts, path, statistics, options, provenance, attention_implementation)
-    recorder.refuse_foreign()
-    with sole_writer(path, worker=0):
-        recorder.run_all(on_progress)
+    run = describe_run(model, contexts, statistics, options, provenance)
+    per_token = bytes_per_token(model, statistics, options)
+    writer = ShardWriter(model, contexts, path, statistics, options, attention_implementation)
+    with open_ledger(path, run, contexts, options.batch, per_token) as ledger:
+        total = contexts.num_tokens
+        done = ledger.tokens
+        if done == total:
+            on_progress(total, total)
+        with interrupt_between_contexts() as interrupted:
+            for task in ledger.tasks(tokens_per_shard(options, per_token)):
+                if interrupted:
+                    break
+                progress = partial(_report, on_progress, done, total)
+                shard = writer.write(task, ledger.run, progress, stop=lambda: bool(interrupted))
+                ledger.take(shard)
+                ledger.commit()
+                done = ledger.tokens
+        if interrupted:
+            raise KeyboardInterrupt
 
 
-def bytes_per_token(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> int:
+def _report(on_progress: Callable[[int, int], None], before: int, total: int, tokens: int) -> None:
+    on_progress(before + tokens, total)
+
+
+@contextmanager
+def open_ledger(
+    path: Path, run: Mapping[str, Any], contexts: PackedTokens, batch: int, per_token: int
+) -> Iterator[Ledger]:
+    """The recording's state, under its writer's lock, once there is room for what is left.
+
+    Raises:
+        RecordingError: `path` holds something else, or a run with another configuration.
+        StorageError: no room, or another writer.
+    """
+    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch)
+    ledger.refuse_foreign()
+    with sole_writer(path):
+        wait_for_workers(path)
+        ledger.resume()
+        left = contexts.num_tokens - ledger.tokens
+        if left:
+            check_room(path, left * per_token)
+        yield ledger
+
+
+def describe_run(
+    model: RunnableModel,
+    contexts: PackedTokens,
+    statistics: TokenStatistics,
+    options: RecordingOptions,
+    provenance: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What every file of the run carries."""
+    config = {
+        "model": model.config.to_dict(),
+        "dtype": str(dtype_of(model)).removeprefix("torch."),
+        "data_sha256": contexts.sha256,
+        "weights_sha256": provenance.get("weights_sha256"),
+        "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
+        "measures": sorted(statistics.measures),
+    }
+    config = json.loads(json.dumps(config))
+    return {
+        "run_uuid": str(uuid.uuid4()),
+        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "config": config,
+        "layers": [step.layer for step in model.plan.steps],
+        "tokens": contexts.num_tokens,
+        "documents": len(contexts.document_hash),
+        "provenance": dict(provenance),
+        "left_out": dict(getattr(statistics, "left_out", {})),
+    }
+
+
+def tokens_per_shard(options: RecordingOptions, per_token: int) -> int:
+    """`shard_tokens`, or fewer so that a shard stays at 256 MB."""
+    return max(1, min(options.shard_tokens, MAX_SHARD_BYTES // max(per_token, 1)))
+
+
+def bytes_per_token(model: RunnableModel, statistics: TokenStatistics, options: RecordingOptions) -> int:
     """What a token costs in the shards, before compression; the summary's few MB come on top."""
-    return sum(_token_bytes(model, statistics, options).values())
-
-
-def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> dict[str, int]:
-    steps, config = len(model.plan), model.config
     if options.level == "summary":
-        return {}
-    parts = {"tokens": 12, "routing": steps * config.experts_per_token * 4}
-    parts["stats"] = 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
+        return 0
+    steps, config = len(model.plan), model.config
+    total = 12 + steps * config.experts_per_token * 4
+    total += 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
     widths = {
         "hidden": config.hidden_size,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
         "d": config.head_dim,
     }
-    item = next(model.parameters()).element_size()
     for name in options.sites:
-        parts[name] = steps * item * int(np.prod([widths[axis] for axis in SITES[name].axes]))
+        axes = SITES[name].axes
+        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
+        total += steps * dtype_of(model).itemsize * int(np.prod(width))
     if options.level == "maps":
-        parts["maps"] = steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
-    return parts
+        total += steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
+    return total
 
 
-class _Recorder:
+def dtype_of(model: Any) -> torch.dtype:
+    """The model's own word for it, or its first parameter's."""
+    declared = getattr(model, "dtype", None)
+    return declared if isinstance(declared, torch.dtype) else next(model.parameters()).dtype
+
+
+class ShardWriter:
+    """Computes shards and commits their files, one after another; keeps no state between them.
+
+    Raises:
+        InputError: the contexts are too long for attention maps.
+    """
+
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,
         options: RecordingOptions,
-        provenance: Mapping[str, Any],
-        attention_implementation: str,
+        attention_implementation: str = "auto",
     ) -> None:
         if options.level == "maps" and contexts.tokens.shape[1] > schema.MAX_MAP_CONTEXT:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
             )
+        if isinstance(model, InstrumentedModel):
+            model.check_sites(options.sites)
+            if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
+                raise InputError(
+                    f"level 'maps' needs attention at every step, which {model.config.family} doesn't have"
+                )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
-        self.dtype = next(model.parameters()).dtype
-        config = {
-            "model": model.config.to_dict(),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "data_sha256": contexts.sha256,
-            "weights_sha256": provenance.get("weights_sha256"),
-            "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
-            "measures": sorted(statistics.measures),
-        }
-        config = json.loads(json.dumps(config))
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-        self.run = {
-            "run_uuid": str(uuid.uuid4()),
-            "config_sha256": digest,
-            "config": config,
-            "layers": [step.layer for step in model.plan.steps],
-            "tokens": contexts.num_tokens,
-            "documents": len(contexts.document_hash),
-            "provenance": dict(provenance),
-        }
+        self.dtype = dtype_of(model)
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
-        self.real_tokens = (contexts.segments >= 0).sum(1)
-        per_token = max(bytes_per_token(model, statistics, options), 1)
-        self.shard_tokens = max(1, min(options.shard_tokens, MAX_SHARD_BYTES // per_token))
-
-    def run_all(self, on_progress: Callable[[int, int], None]) -> None:
-        """From the first context not yet recorded to the last."""
-        shards, context, totals = self._resume()
-        done, total = int(self.real_tokens[:context].sum()), self.contexts.num_tokens
-        if context == len(self.contexts.tokens):
-            on_progress(total, total)
-            return
-        left = total - done
-        check_room(self.path, left * bytes_per_token(self.model, self.statistics, self.options))
-        sites = self.statistics.sites | set(self.options.sites)
-        if self.options.level != "summary":
+        sites = statistics.sites | set(options.sites)
+        if options.level != "summary" and model.config.experts_per_token:
             sites |= {"experts", "gates"}
-        if self.options.level == "maps":
+        if options.level == "maps":
             sites |= {"P"}
+        self.sites = sorted(sites)
+
+    def write(
+        self,
+        task: ShardTask,
+        run: Mapping[str, Any],
+        on_progress: Callable[[int], None] = lambda tokens: None,
+        stop: Callable[[], bool] = lambda: False,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> Shard:
+        """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
+        ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
+        shard = _ShardArrays(task)
         try:
-            with _interrupt_between_contexts() as interrupted:
-                while context < len(self.contexts.tokens) and not interrupted:
-                    shard = _Shard(len(shards), context, done)
-                    with capture(self.model, sorted(sites)) as captured, torch.inference_mode():
-                        while (
-                            context < len(self.contexts.tokens) and shard.tokens < self.shard_tokens and not interrupted
-                        ):
-                            rows = slice(context, context + self.options.batch)
-                            self._forward(rows, captured, shard)
-                            context += len(self.contexts.tokens[rows])
-                            on_progress(done + shard.tokens, total)
-                    if shard.contexts:
-                        done += shard.tokens
-                        shards.append(self._commit_shard(shard, totals))
-                        self._commit_summary(shards, totals, done)
-            if interrupted:
-                raise KeyboardInterrupt
+            with capture(self.model, self.sites) as captured, torch.inference_mode():
+                for context in range(task.start, task.stop, self.options.batch):
+                    rows = slice(context, min(context + self.options.batch, task.stop))
+                    self._forward(rows, captured, shard)
+                    on_progress(shard.tokens)
+                    if stop():
+                        break
+            before_commit()
+            return self._commit(shard, run)
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
 
-    def _forward(self, rows: slice, captured: Any, shard: _Shard) -> None:
+    def _forward(self, rows: slice, captured: Any, shard: _ShardArrays) -> None:
         tokens = torch.from_numpy(self.contexts.tokens[rows])
         segment_ids = torch.from_numpy(self.contexts.segments[rows])
         device = next(self.model.parameters()).device
@@ -222,13 +296,10 @@ class _Recorder:
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
-            shard.keep(
-                "routing/ids", torch.stack([values.site("experts", s) for s in steps]).cpu().numpy().astype(np.uint16)
-            )
-            shard.keep(
-                "routing/gate",
-                torch.stack([values.site("gates", s) for s in steps]).cpu().float().numpy().astype(np.float16),
-            )
+            if self.model.config.experts_per_token:
+                ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
+                shard.keep("routing/ids", ids.numpy().astype(np.uint16))
+                shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:
@@ -238,8 +309,8 @@ class _Recorder:
         shard.tokens += len(real)
         shard.contexts += len(tokens)
 
-    def _keep_activation(self, name: str, values: StepValues, shard: _Shard) -> None:
-        first = shard.token_start + shard.tokens
+    def _keep_activation(self, name: str, values: StepValues, shard: _ShardArrays) -> None:
+        first = shard.task.token_start + shard.tokens
         start, stop = self.options.activation_tokens or (0, self.contexts.num_tokens)
         start, stop = max(start - first, 0), min(stop - first, values.segments.num_tokens)
         if start < stop:
@@ -248,95 +319,34 @@ class _Recorder:
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
 
-    def _commit_shard(self, shard: _Shard, totals: dict[str, GroupTotals]) -> dict[str, Any]:
-        part = self.statistics.take()
+    def _commit(self, shard: _ShardArrays, run: Mapping[str, Any]) -> Shard:
+        task, totals = shard.task, self.statistics.take()
+        numbers = {
+            "worker": task.worker,
+            "seq": task.seq,
+            "token_start": task.token_start,
+            "token_count": shard.tokens,
+            "context_start": task.start,
+            "context_count": shard.contexts,
+        }
         buffer = io.BytesIO()
         with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
-            numbers = {
-                "worker": 0,
-                "seq": shard.seq,
-                "token_start": shard.token_start,
-                "token_count": shard.tokens,
-                "context_start": shard.context_start,
-                "context_count": shard.contexts,
-            }
-            schema.write_header(file, self.run, {**numbers, "complete": 1})
             for axis in ("layer", "visit", "index"):
                 name = "step" if axis == "index" else axis
                 file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
             shard.write(file, self.dtype)
-            schema.write_totals(file, part)
-        name = f"w00-{shard.seq:06d}.h5"
-        data = buffer.getbuffer()
-        digest = commit(self.path / schema.SHARDS / name, data)
-        schema.add_totals(totals, part)
-        return {"name": name, "bytes": len(data), "sha256": digest, **numbers}
-
-    def _commit_summary(self, shards: list[dict[str, Any]], totals: dict[str, GroupTotals], done: int) -> None:
-        buffer = io.BytesIO()
-        with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
-            schema.write_header(file, self.run, {"token_count": done, "shard_count": len(shards)})
             schema.write_totals(file, totals)
-        commit(self.path / schema.SUMMARY, buffer.getbuffer())
-        manifest = {"format": schema.FORMAT, "schema_version": schema.SCHEMA_VERSION, "run": self.run, "shards": shards}
-        commit_json(self.path / schema.MANIFEST, manifest)
-
-    def _resume(self) -> tuple[list[dict[str, Any]], int, dict[str, GroupTotals]]:
-        """Committed shards, the next context and the totals so far. The shards are the truth, the manifest a cache."""
-        folder = self.path / schema.SHARDS
-        folder.mkdir(exist_ok=True)
-        for stale in folder.glob("w00-*.tmp"):
-            stale.unlink()
-        known = (
-            {s["name"]: s for s in read_manifest(self.path)["shards"]}
-            if (self.path / schema.MANIFEST).is_file()
-            else {}
-        )
-        shards: list[dict[str, Any]] = []
-        totals: dict[str, GroupTotals] = {}
-        context = 0
-        for name in shard_names(self.path):
-            data = (folder / name).read_bytes()
-            with h5py.File(io.BytesIO(data), "r") as file:
-                run = schema.read_header(file, str(folder / name))
-                if run["config_sha256"] != self.run["config_sha256"]:
-                    raise RecordingError(
-                        f"{self.path}: holds a recording with another configuration ({_difference(run['config'], self.run['config'])}). "
-                        "Choose another path, or remove it"
-                    )
-                self.run = run
-                numbers = {k: int(v) for k, v in file.attrs.items() if isinstance(v, np.integer) and k != "complete"}
-                schema.add_totals(totals, schema.read_totals(file, name))
-            entry = {"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest(), **numbers}
-            if numbers["context_start"] != context or known.get(name, entry)["sha256"] != entry["sha256"]:
-                raise RecordingError(
-                    f"{folder / name}: doesn't follow the shard before it, or has changed since it was written"
-                )
-            shards.append(entry)
-            context += numbers["context_count"]
-        # The process may have died between a shard and its entry in summary and manifest.
-        if shards and (len(known) != len(shards) or not (self.path / schema.SUMMARY).is_file()):
-            self._commit_summary(shards, totals, int(self.real_tokens[:context].sum()))
-        return shards, context, totals
-
-    def refuse_foreign(self) -> None:
-        """Before anything is written there: raises RecordingError where the path is a file or holds something else."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RecordingError(f"{self.path}: a file, not a recording; choose another path")
-        ours = {schema.MANIFEST, schema.SUMMARY, schema.SHARDS}
-        names = [p.name for p in self.path.iterdir()] if self.path.exists() else []
-        foreign = [n for n in names if n.removesuffix(".tmp") not in ours and not n.endswith(".lock")]
-        if foreign:
-            raise RecordingError(
-                f"{self.path}: not an empty folder nor a recording (holds {foreign[0]}); choose another path"
-            )
+            schema.write_header(file, run, {**numbers, "complete": 1})
+        data = buffer.getbuffer()
+        digest = commit(self.path / schema.SHARDS / task.name, data)
+        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals)
 
 
-class _Shard:
+class _ShardArrays:
     """Arrays of a token range, gathered context by context."""
 
-    def __init__(self, seq: int, context_start: int, token_start: int) -> None:
-        self.seq, self.context_start, self.token_start = seq, context_start, token_start
+    def __init__(self, task: ShardTask) -> None:
+        self.task = task
         self.tokens = self.contexts = 0
         self._parts: dict[str, list[np.ndarray]] = {}
         self._token_starts: dict[str, int] = {}
@@ -366,7 +376,7 @@ class _Shard:
 
 
 @contextmanager
-def _interrupt_between_contexts() -> Iterator[list[int]]:
+def interrupt_between_contexts() -> Iterator[list[int]]:
     """Ctrl-C fills the list instead of raising: the current context ends first, so that a shard holds whole contexts.
     A second Ctrl-C raises at once. Only the main thread gets signals; elsewhere this does nothing."""
     pressed: list[int] = []
@@ -384,9 +394,3 @@ def _interrupt_between_contexts() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The first fields that differ, for a message."""
-    fields = [key for key in ours if theirs.get(key) != ours[key]]
-    return ", ".join(f"{key} differs" for key in fields) or "written by another version"

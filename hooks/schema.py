@@ -1,9 +1,10 @@
-"""The HDF5 layout of a recording, version 1: names, attributes, and the per-measure totals that shards and summary hold.
+"""The HDF5 layout of a recording, version 1: datasets, attributes, and the per-measure totals that shards and summary hold.
 
 run.vlens/
   manifest.json        a cache over the shards
   summary.h5           `/summary/NAME/{total,count,left_out,non_finite}` summed over all shards
-  shards/wNN-SSSSSS.h5 `/axes`, `/tokens`, `/routing`, `/stats`, `/resid`, `/vec`, `/attn`, `/summary` of a token range
+  shards/wNN-SSSSSS.h5 the datasets of `LAYOUTS` for a token range, and `/summary` over it
+  analyses/*.json      results that other tools keep beside the recording
 """
 
 from __future__ import annotations
@@ -12,23 +13,80 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # no filter plugin is ever loaded from disk; before h5py is imported
 
 import h5py
 import numpy as np
 
+from visitlens.hooks.untrusted import parse_json
 from visitlens.kernels.errors import RecordingError
+
+if TYPE_CHECKING:
+    from visitlens.hooks.chunks import StoredArray
+    from visitlens.hooks.gate import Gated
 
 FORMAT = "visitlens-recording"
 SCHEMA_VERSION = "1.0.0"
 LEVELS = ("summary", "tokens", "activations", "maps")
-MANIFEST, SUMMARY, SHARDS = "manifest.json", "summary.h5", "shards"
+MANIFEST, SUMMARY, SHARDS, ANALYSES = "manifest.json", "summary.h5", "shards", "analyses"
 MAX_MAP_CONTEXT = 256
 LIBVER = ("v110", "v110")
 TEXT_FILTERS = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}
 VECTOR_FILTERS = {"fletcher32": True}
+TOTALS, KINDS = ("total", "count", "left_out", "non_finite"), ["f8", "f8", "i8", "i8"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One dataset of a shard. `axes` by name (`*`: one or two more, those of the measure); `kinds` of its numbers."""
+
+    name: str
+    axes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    level: str
+    text: str
+
+
+_MODEL_KINDS = ("f4", "f8", "f2", "u2")
+LAYOUTS = (
+    Layout("axes/layer", ("step",), ("u2",), "all", "physical layer of each step, 0-based"),
+    Layout("axes/visit", ("step",), ("u2",), "all", "visit of each step, 1-based"),
+    Layout("axes/step", ("step",), ("u2",), "all", "execution index"),
+    Layout("tokens/id", ("token",), ("u4",), "tokens", "token ids"),
+    Layout("tokens/segment", ("token",), ("u4",), "tokens", "segment, rising over the whole recording"),
+    Layout("tokens/pos", ("token",), ("u4",), "tokens", "position in the segment"),
+    Layout("routing/ids", ("step", "token", "k"), ("u2",), "tokens", "experts used (S)"),
+    Layout("routing/gate", ("step", "token", "k"), ("f2",), "tokens", "their gates (g)"),
+    Layout("stats/MEASURE", ("*", "token", "*"), ("f4",), "tokens", "a measure's value for each token"),
+    Layout(
+        "resid/full", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "residual stream at the step's input"
+    ),
+    Layout(
+        "resid/x", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "RMSNorm output that attention reads (X)"
+    ),
+    Layout(
+        "resid/attn", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "attention write, after the 1/r scale"
+    ),
+    Layout("resid/moe", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "MoE write, after the 1/r scale"),
+    Layout("vec/q", ("step", "range", "head", "d"), _MODEL_KINDS, "activations", "queries (Q)"),
+    Layout("vec/k", ("step", "range", "kv_head", "d"), _MODEL_KINDS, "activations", "keys (K)"),
+    Layout("vec/v", ("step", "range", "kv_head", "d"), _MODEL_KINDS, "activations", "values (V)"),
+    Layout("vec/pv", ("step", "range", "head", "d"), _MODEL_KINDS, "activations", "attended context (PV)"),
+    Layout("attn/p", ("context", "step", "head", "query", "query"), ("f2",), "maps", "attention pattern (P)"),
+)
+_BY_NAME = {layout.name: layout for layout in LAYOUTS}
+SHARD_NUMBERS = {
+    "worker": "which writer made it",
+    "seq": "that writer's count of shards",
+    "token_start": "ordinal of its first token",
+    "token_count": "its tokens, padding not counted",
+    "context_start": "ordinal of its first context",
+    "context_count": "its contexts",
+    "complete": "1: the last thing set before the file is committed",
+}
+SUMMARY_NUMBERS = {"token_count": "tokens summed", "shard_count": "shards summed"}
 
 
 @dataclass
@@ -53,7 +111,7 @@ class GroupTotals:
                 f"can't add totals of different measures: {self.attributes.get('title')!r} {self.total.shape} and "
                 f"{other.attributes.get('title')!r} {other.total.shape}"
             )
-        for name in ("total", "count", "left_out", "non_finite"):
+        for name in TOTALS:
             getattr(self, name).__iadd__(getattr(other, name))
 
 
@@ -78,9 +136,11 @@ def get_text(attributes: h5py.AttributeManager, name: str) -> str:
 
 
 def write_header(file: h5py.File, run: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
-    """Root attributes: what the file is, the run's description as JSON, and counts."""
+    """Root attributes: what the file is, the run's description as JSON, its hash, and counts."""
     set_text(file.attrs, "format", FORMAT)
     set_text(file.attrs, "schema_version", SCHEMA_VERSION)
+    set_text(file.attrs, "run_uuid", run["run_uuid"])
+    set_text(file.attrs, "config_sha256", run["config_sha256"])
     set_text(file.attrs, "run", json.dumps(run, sort_keys=True))
     for name, value in numbers.items():
         file.attrs[name] = np.int64(value)
@@ -93,12 +153,81 @@ def read_header(file: h5py.File, where: str) -> dict[str, Any]:
         RecordingError: not a recording, or of an unknown major version.
     """
     try:
-        kind, version = get_text(file.attrs, "format"), get_text(file.attrs, "schema_version")
-        run = json.loads(get_text(file.attrs, "run"))
-    except (KeyError, json.JSONDecodeError) as error:
+        kind, version, text = (get_text(file.attrs, name) for name in ("format", "schema_version", "run"))
+    except UnicodeDecodeError as error:
+        raise RecordingError(f"{where}: the run's description isn't text ({error})") from error
+    except KeyError as error:
         raise RecordingError(f"{where}: an HDF5 file, but not of a visitlens recording ({error})") from error
     check_version(kind, version, where)
+    return check_run(parse_json(text.encode(), where), where)
+
+
+def read_numbers(file: h5py.File, names: Mapping[str, str], where: str) -> dict[str, int]:
+    """Counts among the root attributes, none negative.
+
+    Raises:
+        RecordingError: one is missing.
+    """
+    numbers = {name: file.attrs.get(name) for name in names}
+    wrong = [name for name, value in numbers.items() if not isinstance(value, np.integer) or value < 0]
+    if wrong:
+        raise RecordingError(f"{where}: no count {', '.join(wrong)} among its attributes")
+    return {name: int(value) for name, value in numbers.items()}
+
+
+def check_run(run: Any, where: str) -> dict[str, Any]:
+    """Raises RecordingError unless the description of a run has the fields that readers use."""
+    try:
+        texts = [run["run_uuid"], run["config_sha256"], run["config"]["data_sha256"], run["config"]["dtype"]]
+        counts = [run["tokens"], run["documents"], run["config"]["options"]["groups"], *run["layers"]]
+        others = (run["config"]["model"], run["provenance"], run["config"]["measures"])
+        level, sites = run["config"]["options"]["level"], run["config"]["options"]["sites"]
+        right = (
+            all(isinstance(text, str) for text in texts)
+            and all(type(count) is int and 0 <= count < 2**62 for count in counts)
+            and isinstance(run["layers"], list)
+            and 0 < len(run["layers"]) <= 2**16
+            and isinstance(sites, list)
+            and all(map(isinstance, others, (dict, dict, list)))
+            and level in LEVELS
+        )
+    except (KeyError, TypeError, IndexError) as error:
+        raise RecordingError(f"{where}: the run's description lacks a field ({error!r:.200})") from error
+    if not right:
+        raise RecordingError(f"{where}: the run's description has a field of the wrong type or value")
     return run
+
+
+def check_layouts(file: h5py.File, arrays: Mapping[str, StoredArray], where: str) -> None:
+    """Raises RecordingError where an array has another type, rank or length than its layout and the
+    file's counts say. Arrays of other names (a newer minor version may have some) are left alone: nothing reads them.
+    """
+    run = read_header(file, where)
+    if "seq" not in file.attrs:
+        read_numbers(file, SUMMARY_NUMBERS, where)
+        return
+    numbers = read_numbers(file, SHARD_NUMBERS, where)
+    if numbers["complete"] != 1:
+        raise RecordingError(f"{where}: a shard that was never completed")
+    sizes = {"step": len(run["layers"]), "token": numbers["token_count"], "context": numbers["context_count"]}
+    for name, array in arrays.items():
+        shape, kind = array.shape, array.kind
+        layout = _BY_NAME.get("stats/MEASURE" if name.startswith("stats/") else name)
+        if layout is None:
+            continue
+        free = layout.axes[-1] == "*"
+        axes = layout.axes[:-1] if free else layout.axes
+        if kind not in layout.kinds or (len(shape) < len(axes) if free else len(shape) != len(axes)):
+            raise RecordingError(
+                f"{where}: {name}: expected {layout.axes} of {' or '.join(layout.kinds)}, got shape {shape} of {kind}"
+            )
+        for axis, length in zip(axes, shape, strict=False):
+            if axis == "range":
+                right = length <= sizes["token"]
+            else:
+                right = axis == "*" or sizes.setdefault(axis, length) == length
+            if not right:
+                raise RecordingError(f"{where}: {name}: shape {shape} doesn't fit the file's {sizes} along {axis!r}")
 
 
 def check_version(kind: Any, version: Any, where: str) -> None:
@@ -116,35 +245,42 @@ def write_totals(file: h5py.File, totals: Mapping[str, GroupTotals]) -> None:
         group = file.create_group(f"summary/{name}")
         for key, text in measure.attributes.items():
             set_text(group.attrs, key, text)
-        for key in ("total", "count", "left_out", "non_finite"):
+        for key in TOTALS:
             array = getattr(measure, key)
-            if array.ndim:
-                group.create_dataset(key, data=array, chunks=_small_chunks(array), **TEXT_FILTERS)
+            if array.size and array.ndim:
+                chunks = chunk_shape(array.shape, array.itemsize)
+                group.create_dataset(key, data=array, chunks=chunks, **TEXT_FILTERS)
             else:
                 group.create_dataset(key, data=array)
 
 
-def read_totals(file: h5py.File, where: str) -> dict[str, GroupTotals]:
-    summary = file.get("summary")
-    if not isinstance(summary, h5py.Group):
-        raise RecordingError(f"{where}: holds no /summary")
+def read_totals(gated: Gated) -> dict[str, GroupTotals]:
+    """Measure -> sums, from a summary or a shard.
+
+    Raises:
+        RecordingError: there are none, or one's arrays don't fit each other.
+    """
+    names = {name.split("/")[1]: None for name in gated.arrays if name.startswith("summary/")}  # in order, once
+    if not names:
+        raise RecordingError(f"{gated.where}: holds no /summary")
     result = {}
-    for name, group in summary.items():
-        attributes = {key: get_text(group.attrs, key) for key in group.attrs}
-        arrays = (dataset(group, key, where)[()] for key in ("total", "count", "left_out", "non_finite"))
-        result[name] = GroupTotals(attributes, *arrays)
+    for name in names:
+        attributes = {key: str(value) for key, value in gated.attributes(f"summary/{name}").items()}
+        if not {"title", "axes", "unit", "definition", "paper"} <= attributes.keys():
+            raise RecordingError(f"{gated.where}: summary/{name}: lacks its definition")
+        arrays = [gated.array(f"summary/{name}/{key}") for key in TOTALS]
+        shapes, kinds = [array.shape for array in arrays], [array.kind for array in arrays]
+        axes = sum(1 for axis in attributes["axes"].split(",") if axis)
+        if shapes[0] != shapes[1] or len(shapes[0]) != axes + 1 or {shapes[0][1:]} != {*shapes[2:]} or kinds != KINDS:
+            raise RecordingError(f"{gated.where}: summary/{name}: arrays {shapes} of {kinds} don't fit its {axes} axes")
+        result[name] = GroupTotals(attributes, *(gated.read(array.name) for array in arrays))
     return result
 
 
-def dataset(group: h5py.Group, name: str, where: str) -> h5py.Dataset:
-    """Raises RecordingError where there is none of that name."""
-    found = group.get(name)
-    if not isinstance(found, h5py.Dataset):
-        raise RecordingError(f"{where}: holds no dataset {name}")
-    return found
-
-
-def _small_chunks(array: np.ndarray) -> tuple[int, ...]:
-    """Whole rows up to about 1 MB."""
-    row = max(array[:1].nbytes, 1)
-    return (max(1, min(len(array), 2**20 // row)), *array.shape[1:])
+def chunk_shape(shape: tuple[int, ...], item: int) -> tuple[int, ...]:
+    """Chunks of at most about 1 MB, whole along the last axes."""
+    chunk, room = [], 2**20 // item
+    for length in reversed(shape):
+        chunk.append(max(1, min(length, room)))
+        room //= chunk[-1]
+    return tuple(reversed(chunk))

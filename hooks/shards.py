@@ -10,7 +10,9 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,9 +30,8 @@ def commit(path: Path, data: bytes | memoryview) -> str:
         StorageError: no room or no permission; what was there before is untouched.
     """
     check_room(path.parent, len(data))
-    partial = path.with_name(path.name + ".tmp")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts at a shard never share a file
     try:
-        partial.unlink(missing_ok=True)
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, not a path)
             file.write(data)
@@ -68,15 +69,15 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 @contextmanager
-def sole_writer(folder: Path, worker: int) -> Iterator[None]:
-    """Holds the worker's lock on the recording.
+def sole_writer(folder: Path, name: str = "writer") -> Iterator[None]:
+    """Holds a lock of the recording: `writer` for who plans and commits it, `wNN` for a worker process.
 
     Raises:
         StorageError: another process holds it, or the folder can't be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"w{worker:02d}.lock").open("w")
+        file = (folder / f"{name}.lock").open("w")
     except OSError as error:
         raise storage_error(error, folder) from error
     with file:
@@ -87,6 +88,24 @@ def sole_writer(folder: Path, worker: int) -> Iterator[None]:
                 errno.EAGAIN, f"{folder}: another process is writing this recording; wait for it or choose another path"
             ) from error
         yield
+
+
+def wait_for_workers(folder: Path, seconds: float = 60) -> None:
+    """Until no worker of a run whose driver died holds its lock: it may be about to commit a shard.
+
+    Raises:
+        StorageError: one still does.
+    """
+    deadline = time.monotonic() + seconds
+    for lock in sorted(folder.glob("w[0-9]*.lock")):
+        while True:
+            try:
+                with sole_writer(folder, lock.stem):
+                    break
+            except StorageError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
 
 def storage_error(error: OSError, path: Path) -> StorageError:

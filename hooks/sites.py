@@ -37,15 +37,22 @@ SITES = {
         Site(
             "attn_write", "d_attn", ("hidden",), "hook_attn_out", "attention write, after the 1/r scale", "resid/attn"
         ),
-        Site("moe_in", "y_hat", ("hidden",), "ln2.hook_normalized", "RMSNorm output that the experts read"),
+        Site("moe_in", "y_hat", ("hidden",), "ln2.hook_normalized", "RMSNorm output that router and experts read"),
         Site("router", "", ("expert",), "mlp.hook_router_logits", "router logits over all experts"),
         Site("experts", "S", ("k",), "mlp.hook_expert_indices", "experts used", "routing/ids"),
         Site("gates", "g", ("k",), "mlp.hook_expert_weights", "gates of the experts used", "routing/gate"),
+        Site("expert_in", "", ("hidden",), "mlp.hook_expert_in", "what the experts read, the router having chosen"),
         Site("moe_write", "d_moe", ("hidden",), "hook_mlp_out", "MoE write, after the 1/r scale", "resid/moe"),
     )
 }
 ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write")
 """What level `activations` can store. O is `attn_write` times r and isn't stored twice."""
+
+ASSUMPTIONS = {
+    "sum of writes": "residual in + attention write + MoE write = residual out",
+    "softmax router": "the router's scores over all experts are a softmax",
+}
+"""What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""
 
 
 def check_sites(names: Iterable[str], allowed: Iterable[str] = tuple(SITES)) -> tuple[str, ...]:

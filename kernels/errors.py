@@ -19,6 +19,10 @@ class CheckpointError(VisitlensError, ValueError):
     """A checkpoint folder is incomplete, or disagrees with its configuration."""
 
 
+class MemoryLimitError(VisitlensError, MemoryError):
+    """What was asked for doesn't fit in memory."""
+
+
 class RecordingError(VisitlensError, ValueError):
     """A recording can't be read, or doesn't hold what was asked of it."""
 

@@ -17,6 +17,7 @@ from visitlens.kernels.errors import InputError
 from visitlens.probe import statistics as _folder
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.names import STAGES
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -37,16 +38,23 @@ class StatisticsCollector:
         self.geometry, self.num_groups = geometry, num_groups
         looped = bool(geometry.plan.pairs)
         available = [cls() for cls in registered() if looped or not cls.looped_only]
+        self.left_out = {m.name: why for s in available for m in s.measures if (why := self._refusal(s, m))}
+        """Measure -> why this model doesn't have it."""
+        available = [s for s in available if any(m.name not in self.left_out for m in s.measures)]
         if measures is not None:
             wanted = set(measures)
-            unknown = wanted - {m.name for s in available for m in s.measures}
+            names = sorted(m.name for s in available for m in s.measures if m.name not in self.left_out)
+            for name in sorted(wanted & set(self.left_out)):
+                raise InputError(f"no measure {name} of this model: {self.left_out[name]}; it has {', '.join(names)}")
+            unknown = wanted - set(names)
             if unknown:
-                names = sorted(m.name for s in available for m in s.measures)
                 raise InputError(f"no measure {', '.join(sorted(unknown))}; this model has {', '.join(names)}")
             available = [s for s in available if wanted & {m.name for m in s.measures}]
         self.statistics = available
-        self.measures: dict[str, Measure] = {m.name: m for s in available for m in s.measures}
-        self.sites = frozenset().union(*(s.sites for s in available))
+        kept = [(s, m) for s in available for m in s.measures if m.name not in self.left_out]
+        self.measures: dict[str, Measure] = {m.name: m for _, m in kept}
+        self.sites = frozenset().union(*(s.sites for s in available)) - set(geometry.missing)
+        self._nowhere = {m.name: cells for s, m in kept if (cells := self._lacking(s, m)).any()}
         self._totals = self._empty()
 
     def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
@@ -54,12 +62,19 @@ class StatisticsCollector:
         stored, additions = {}, []
         for statistic in self.statistics:
             for name, token_values in statistic.per_token(values, self.geometry).items():
+                if name in self.left_out:
+                    continue
+                if name in self._nowhere:
+                    token_values = token_values.only(~self._nowhere[name])
                 additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
                 if name in statistic.stored:
                     stored[name] = _with_nan(token_values)
             for name, sums in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
-                left_out = torch.zeros_like(sums.non_finite)
-                additions.append((name, sums.total, sums.count, left_out, sums.non_finite))
+                if name in self.left_out:
+                    continue
+                nowhere = self._nowhere.get(name, torch.tensor(False))
+                left_out, non_finite = (sums.non_finite.masked_fill(c, 0) for c in (~nowhere, nowhere))
+                additions.append((name, sums.total, sums.count, left_out, non_finite))
         for name, *arrays in additions:
             self._totals[name].add(GroupTotals(self.measures[name].to_attributes(), *(a.numpy() for a in arrays)))
         return stored
@@ -70,8 +85,30 @@ class StatisticsCollector:
         return totals
 
     def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        names = sorted(name for s in self.statistics for name in s.stored)
+        names = sorted(name for s in self.statistics for name in s.stored if name in self.measures)
         return {name: self._shape(self.measures[name]) for name in names}
+
+    def _refusal(self, statistic: Statistic, measure: Measure) -> str:
+        missing = self.geometry.missing
+        return next((missing[need] for need in sorted(statistic.needs_of(measure.name)) if need in missing), "")
+
+    def _lacking(self, statistic: Statistic, measure: Measure) -> Tensor:
+        """[*axes] True where a cell's step, layer or stage has no such site: its tokens are left out, not lost to NaN."""
+        geometry = self.geometry
+        needs = statistic.needs_of(measure.name)
+        layers = {int(layer) for site in needs for layer in geometry.absent.get(site, {})}
+        steps = torch.tensor([step.layer in layers for step in geometry.plan.steps])
+        by_axis = {
+            "step": steps,
+            "later_step": steps,
+            "pair": torch.tensor([pair.layer in layers for pair in geometry.plan.pairs]),
+            "stage": torch.tensor([{"O": "attn_write"}.get(stage, stage) in geometry.missing for stage in STAGES]),
+        }
+        cells = torch.zeros(self._shape(measure), dtype=torch.bool)
+        for at, axis in enumerate(measure.axes):
+            if axis in by_axis:
+                cells |= by_axis[axis].view([-1 if i == at else 1 for i in range(len(measure.axes))])
+        return cells
 
     def _shape(self, measure: Measure) -> tuple[int, ...]:
         return tuple(self.geometry.size(axis) for axis in measure.axes)

@@ -3,11 +3,16 @@
 A shot is `Input: ( [ { }` and, after the marker (`Output:`), the closers that are missing. The answer's *style* (what
 stands between the marker and the closers, between closers, and at the end) is drawn once a prompt: without
 demonstrations it can't be known, so exact match at 0 shots is bounded by guessing.
+
+Two generators: `dyck_prompt` draws everything anew (what the bundled models were trained on); `dyck_case` makes the prompts
+of the case study (SMELT 6.4): three targets whose right closer already stands in a demonstration, and one query for
+every number of shots, so that shots are compared on the same targets. No torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +22,7 @@ from visitlens.kernels.errors import InputError
 
 PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}
 SHOTS = (0, 1, 2, 4, 8)
+TARGETS = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class DyckPrompt:
     """A tokenised prompt, its answer included.
 
     `tokens [position]` without BOS; `answer` and each of `demonstrations` are token spans [start, stop): what follows
-    the marker, up to and including the line end. `closers` are the positions of the answer's closing brackets.
+    the marker, up to and including the line end. `closers` are the positions of the answer's closing brackets,
+    `targets` those that a case study asks for; `pieces [position]` is the text of each token.
     """
 
     text: str
@@ -49,6 +56,8 @@ class DyckPrompt:
     demonstrations: tuple[tuple[int, int], ...]
     closers: tuple[int, ...]
     shots: int
+    pieces: tuple[str, ...] = ()
+    targets: tuple[int, ...] = ()
 
 
 def nested_brackets(rng: np.random.Generator, unclosed: int, closed: int, kinds: int) -> tuple[str, str]:
@@ -97,24 +106,111 @@ def dyck_prompt(
         )
     rng = np.random.default_rng(seed)
     drawn = draw_style(rng)
-    style = drawn if style is None else style
-    text, spans = "", []
-    for _ in range(shots + 1):
-        word, closers = nested_brackets(
+    blocks = [
+        nested_brackets(
             rng, int(rng.integers(*unclosed, endpoint=True)), int(rng.integers(*closed, endpoint=True)), kinds
         )
+        for _ in range(shots + 1)
+    ]
+    return _tokenised(blocks, drawn if style is None else style, tokenizer)
+
+
+def dyck_case(
+    seed: tuple[int, ...],
+    tokenizer: Any,
+    *,
+    shots: int,
+    style: AnswerStyle | None = AnswerStyle(),
+    kinds: int = 4,
+    depth: tuple[int, int] = (3, 4),
+    length: tuple[int, int] = (3, 10),
+) -> DyckPrompt:
+    """One prompt of the case study. `targets` are the answer's first three closers, each of which stands in the answer of
+    the demonstration next to the query; the query and the demonstrations nearest to it are the same for every `shots`.
+
+    Args:
+        style: how answers are written; None draws it.
+        depth: brackets left open in each shot, which its answer closes; an inclusive range.
+        length: symbols of each bracket string, as an inclusive range; never fewer than are left open.
+
+    Raises:
+        InputError: sizes out of range, or a tokenizer that merges an answer with what precedes it or closers with each other.
+    """
+    if not 2 <= kinds <= len(PAIRS) or shots < 0 or depth[0] < TARGETS or depth[1] < depth[0] or length[1] < length[0]:
+        raise InputError(
+            f"expected 2 to {len(PAIRS)} kinds, shots >= 0, a depth of at least {TARGETS} and rising ranges, "
+            f"got {kinds}, {shots}, depth {depth}, length {length}"
+        )
+    rng = np.random.default_rng(seed)
+    drawn = draw_style(rng)
+
+    def block() -> tuple[str, str]:
+        unclosed, symbols = (int(rng.integers(*bounds, endpoint=True)) for bounds in (depth, length))
+        return nested_brackets(rng, unclosed, max(symbols - unclosed, 0) // 2, kinds)
+
+    nearest = block()
+    query = block()
+    while not set(query[1][:TARGETS]) <= set(nearest[1]):  # at worst 1 in 64 draws fits
+        query = block()
+    demonstrations = [nearest, *(block() for _ in range(shots - 1))][:shots]
+    prompt = _tokenised([*reversed(demonstrations), query], drawn if style is None else style, tokenizer)
+    if len(prompt.closers) < len(query[1]):
+        raise InputError(
+            f"the tokenizer merges closing brackets of {prompt.text[-40:]!r}; choose a style with a separator that it keeps apart"
+        )
+    return replace(prompt, targets=prompt.closers[:TARGETS])
+
+
+def _tokenised(blocks: Sequence[tuple[str, str]], style: AnswerStyle, tokenizer: Any) -> DyckPrompt:
+    """The shots as text and tokens, the last one the query."""
+    text, spans = "", []
+    for word, closers in blocks:
         text += f"Input: {word}\n{style.marker}"
         start = len(text)
         text += style.lead + style.separator.join(closers) + style.stop + "\n"
         spans.append((start, len(text)))
-    encoding = tokenizer.encode(text, add_special_tokens=False)
-    offsets = encoding.offsets
+    ids, offsets = encode_with_offsets(tokenizer, text)
     token_spans = [_token_span(offsets, span, text) for span in spans]
+    for first, stop in token_spans:
+        decoded, expected = tokenizer.decode(ids[first:stop]), text[offsets[first][0] : offsets[stop - 1][1]]
+        if "".join(decoded.split()) != "".join(expected.split()):
+            raise InputError(
+                f"the tokenizer's offsets don't fit: tokens of {expected!r} decode to {decoded!r}; is its text normalised?"
+            )
     *demonstrations, answer = token_spans
+    pieces = tuple(text[start:stop] for start, stop in offsets)
     closing = set(PAIRS.values())
-    closers_at = tuple(i for i in range(*answer) if text[offsets[i][0] : offsets[i][1]].strip() in closing)
-    tokens = np.array(encoding.ids, dtype=np.int32)
-    return DyckPrompt(text, tokens, answer, tuple(demonstrations), closers_at, shots)
+    closers_at = tuple(i for i in range(*answer) if pieces[i].strip() in closing)
+    tokens = np.array(ids, dtype=np.int32)
+    return DyckPrompt(text, tokens, answer, tuple(demonstrations), closers_at, len(blocks) - 1, pieces)
+
+
+def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids without special tokens, and the characters [start, stop) that each stands for.
+
+    Takes a `tokenizers.Tokenizer`, a tokenizer of Hugging Face, or anything with `encode` and `decode`: where there are no
+    offsets, they are found by decoding ever longer prefixes.
+
+    Raises:
+        InputError: the decoded prefixes don't spell the text.
+    """
+    if hasattr(tokenizer, "encode_batch") and not callable(tokenizer):
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+    special = {"add_special_tokens": False} if hasattr(tokenizer, "bos_token_id") else {}
+    ids = list(tokenizer.encode(text, **special))
+    ends = [0]
+    for count in range(1, len(ids) + 1):
+        decoded = tokenizer.decode(ids[:count])
+        if not text.startswith(decoded):
+            raise InputError(
+                f"the tokenizer's text {decoded[-20:]!r} isn't in {text[: len(decoded)][-20:]!r}: it has no offsets"
+            )
+        ends.append(len(decoded))
+    return ids, list(pairwise(ends))
 
 
 def _token_span(offsets: list[tuple[int, int]], span: tuple[int, int], text: str) -> tuple[int, int]:

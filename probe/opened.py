@@ -19,6 +19,7 @@ import numpy as np
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.recording import Recording
 from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
@@ -32,9 +33,13 @@ _NORM_MEASURES = {
 }
 
 
-def open(path: str | Path) -> RecordedRun:
-    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked."""
-    return RecordedRun(Recording(path))
+def open(path: str | Path, *, trusted: bool = False) -> RecordedRun:
+    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked.
+
+    Every file is checked before its data are read (docs/recording.md); `trusted=True`, for recordings of your own, spares
+    the costly part of that.
+    """
+    return RecordedRun(Recording(path, trusted=trusted))
 
 
 class RecordedRun:
@@ -80,6 +85,8 @@ class RecordedRun:
         if totals is None:
             near = difflib.get_close_matches(name, self.measures, 3) or self.measures
             why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
+            if reason := self.recording.run.get("left_out", {}).get(name):
+                raise RecordingError(f"{self.recording.path}: {name} was left out of this model: {reason}")
             raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; did you mean {', '.join(near)}?")
         if name in self._stats:
             return self._stats[name]
@@ -114,6 +121,42 @@ class RecordedRun:
         chosen = self._pairs(visits)
         stat = self.stat(name).sel(pair=lambda pair: pair in chosen)
         return _relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
+
+    def visit_matrix(self, name: str, layer: int) -> StatArray:
+        """A `pair` measure of one layer as [visit, later_visit, ...], r x r, whatever its number of visits.
+
+        NaN on the diagonal; and below it where earlier and later can't be exchanged (ratios, transitions).
+
+        Raises:
+            InputError: the layer isn't looped, or the measure doesn't compare visits.
+        """
+        stat = self.stat(name)
+        pairs = [(at, pair) for at, pair in enumerate(self.plan.pairs) if pair.layer == layer]
+        if "pair" not in stat.axes or not pairs:
+            raise InputError(
+                f"expected a measure of pairs and a looped layer among {list(self.plan.looped_layers)}, got {name!r} [{', '.join(stat.axes)}] and layer {layer}"
+            )
+        symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
+        visits = self.plan.visits[layer]
+
+        def square(values: np.ndarray, lead: int) -> np.ndarray:
+            values = np.moveaxis(values, stat.axes.index("pair") + lead, lead)
+            table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), np.nan)
+            for at, pair in pairs:
+                cell = (pair.earlier.visit - 1, pair.later.visit - 1)
+                for where in {cell, cell[::-1]} if symmetric else {cell}:
+                    table[(slice(None),) * lead + where] = values.take(at, lead)
+            return table
+
+        axes = ("visit", "later_visit", *(axis for axis in stat.axes if axis != "pair"))
+        numbers = list(range(1, visits + 1))
+        return replace(
+            stat,
+            measure=replace(stat.measure, axes=axes),
+            values=square(stat.values, 0),
+            replicates=None if stat.replicates is None else square(stat.replicates, 1),
+            labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
+        )
 
     def at_visit(self, name: str, visit: int) -> StatArray:
         """A `step` measure at one visit of each looped layer, the axis relabelled `layer`."""
@@ -265,6 +308,22 @@ class RecordedRun:
     def sink_mass(self) -> StatArray:
         """[step, head] attention on the segment start."""
         return self.stat("sink_mass")
+
+    # Analyses kept with the recording (`visitlens ablate`)
+
+    def ablations(self) -> dict[str, analyses.HeadAblation]:
+        """By name, such as "dyck-zero": what ablating each head does to a metric. Empty where none was stored.
+
+        Raises:
+            RecordingError: a stored analysis can't be read.
+        """
+        path = self.recording.path
+        return {n: analyses.load(path, analyses.ABLATION, n) for n in analyses.stored(path, analyses.ABLATION)}
+
+    def dyck(self) -> dict[str, analyses.DyckStudy]:
+        """By name, such as "zero": the Dyck head's attention, and bracket completion by shots. Raises as `ablations`."""
+        path = self.recording.path
+        return {n: analyses.load(path, analyses.DYCK, n) for n in analyses.stored(path, analyses.DYCK)}
 
     def _cosine_cells(self, cells: list[tuple[int, int]], measure: Measure, labels: list[Any]) -> StatArray:
         full = self.update_cosine()

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
+from tests import made_up
 
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.probe import analyses
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.ladder.documents import pack
 from visitlens.probe.opened import RecordedRun
@@ -132,7 +134,7 @@ def recordings(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, RecordedRun]:
     """Looped (2 visits), Baseline and three-visit models of 4 layers, layers 1-2 looped, 8 experts a token, over one
-    text of 60 documents, at level `tokens`."""
+    text of 60 documents, at level `tokens`; the looped ones with made-up analyses."""
     lengths = [*LENGTHS, *np.random.default_rng(7).integers(2, 60, 60 - len(LENGTHS))]
     text = make_text(seed=3, lengths=lengths, context=64)
     folder = tmp_path_factory.mktemp("recordings")
@@ -142,7 +144,11 @@ def recordings(
         "baseline": make_model(1, num_experts=12, **sizes),
         "three": make_model(3, num_experts=16, **sizes),
     }
-    return {name: make_recording(model, text, folder / f"{name}.vlens", batch=4) for name, model in models.items()}
+    runs = {name: make_recording(model, text, folder / f"{name}.vlens", batch=4) for name, model in models.items()}
+    for name, visits in (("looped", 2), ("three", 3)):
+        for made in (made_up.ablation(visits), made_up.dyck_study(visits)):
+            analyses.store(runs[name].recording.path, made)
+    return runs
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from visitlens.probe.describe import measures_page
 
@@ -12,3 +18,28 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_measures_page_is_generated_from_the_measures() -> None:
     page = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
     assert page == measures_page(), "run: python -m visitlens.probe.describe > docs/measures.md"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built as `make docs` does: a broken link or reference is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+def test_the_api_reference_lists_what_the_package_exports(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    for name in ("RecordedRun", "StatArray", "capture", "LoopSpec", "expert_overlap"):
+        assert re.search(rf'id="visitlens\.[\w.]*{name}"', page), name
+
+
+def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 5
+    for page in pages:
+        loaded = re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text("utf-8"))
+        assert not loaded, f"{page.name} loads {loaded}"

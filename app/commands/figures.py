@@ -12,32 +12,38 @@ from visitlens.kernels.errors import InputError
 
 
 def figures(
-    looped: Annotated[Path | None, typer.Argument(help="Recording of the looped model.")] = None,
-    baseline: Annotated[Path | None, typer.Argument(help="Recording of its unlooped Baseline.")] = None,
+    recordings: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("figures"),
     only: Annotated[str, typer.Option(help="Comma-separated slugs, html:N or pdf:N; all by default.")] = "",
     formats: Annotated[
         str, typer.Option(help="Comma-separated: html, png, svg, pdf, json, csv.")
     ] = "html,png,svg,json",
+    scales: Annotated[str, typer.Option(help="Of a grid: comma-separated scales; all by default.")] = "",
+    levels: Annotated[str, typer.Option(help="Of a grid: comma-separated sparsity levels; all by default.")] = "",
     theme: Annotated[Theme, typer.Option(help="Colours.")] = Theme.light,
     list_: Annotated[bool, typer.Option("--list", help="List the figures and where the paper has them.")] = False,
 ) -> None:
-    """Draw figures from recordings."""
+    """Draw figures from recordings: of a pair, or of a grid's row, column or all of it."""
     from visitlens.probe.figures.base import registered
     from visitlens.probe.figures.export import write_figures
-    from visitlens.probe.figures.pair import Pair
-    from visitlens.probe.opened import open as open_recording
+    from visitlens.probe.figures.pairs import pair_grid
 
     if list_:
         for figure in registered():
             typer.echo(f"{figure.slug:<18} html:{figure.html:<4} pdf:{figure.pdf:<4} {figure.title}")
         return
-    if looped is None:
+    if not recordings:
         raise InputError("name a recording: visitlens figures LOOPED.vlens [BASELINE.vlens] --out FOLDER")
+    source = pair_grid(recordings, scales=comma_separated(scales), levels=comma_separated(levels))
     with progress_bar() as progress, warnings_once():
         task = progress.add_task("drawing", total=None)
         written = write_figures(
-            Pair(open_recording(looped), open_recording(baseline) if baseline else None),
+            source,
             out,
             slugs=comma_separated(only) or None,
             formats=comma_separated(formats),

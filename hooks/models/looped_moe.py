@@ -72,6 +72,7 @@ class ExpertHooks(nn.Module):
         self.hook_router_logits = HookPoint()
         self.hook_expert_indices = HookPoint()
         self.hook_expert_weights = HookPoint()
+        self.hook_expert_in = HookPoint()  # what the experts read, apart from what the router read
 
 
 class VisitHooks(nn.Module):
@@ -116,6 +117,7 @@ class MixtureOfExperts(nn.Module):
         gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
         if aux is not None:
             aux.append((logits, experts))
+        x = batched(hooks.hook_expert_in, x)
         out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
             gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
@@ -235,6 +237,29 @@ class LoopedMoE(HookedRootModule):
             return self._token_loss(logits, tokens, segments)
         raise InputError(f"expected return_type 'logits', 'loss' or 'none', got {return_type!r}")
 
+    def run_steps(
+        self, x: Tensor, segments: Tensor | None = None, *, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """The residual stream [context, position, H] after steps start..stop-1, from the one before them; their hooks fire.
+
+        Raises:
+            InputError: no such steps, or segment ids of another shape.
+        """
+        stop = len(self.plan) if stop is None else stop
+        if not 0 <= start <= stop <= len(self.plan):
+            raise InputError(f"expected steps 0 <= start <= stop <= {len(self.plan)}, got {start} and {stop}")
+        if segments is not None and segments.shape != x.shape[:2]:
+            raise InputError(f"segment ids {tuple(segments.shape)} don't fit a residual stream {tuple(x.shape)}")
+        contexts, length = x.shape[:2]
+        split = Segments.whole_contexts(contexts, length) if segments is None else Segments.from_ids(segments)
+        rotary = self._rotary(split.positions().to(x.device))
+        flat = self._run(x.flatten(0, 1), range(start, stop), split, rotary, contexts, None, None)
+        return flat.unflatten(0, (contexts, length))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., vocab] from the residual stream [..., H] after the last step."""
+        return self._unembed(self.ln_final(x))
+
     def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
         aux: list[tuple[Tensor, Tensor]] = []
@@ -309,11 +334,26 @@ class LoopedMoE(HookedRootModule):
         positions = segments.positions().to(tokens.device)
         if cache is not None:
             positions = positions + cache.length
-        rotary = (self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1))
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
-        for step in self.plan.steps:
+        every = range(len(self.plan))
+        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, aux))
+
+    def _run(
+        self,
+        x: Tensor,
+        steps: range,
+        segments: Segments,
+        rotary: tuple[Tensor, Tensor],
+        contexts: int,
+        cache: KVCache | None,
+        aux: list[tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:
+        for step in self.plan.steps[steps.start : steps.stop]:
             x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
-        return self.ln_final(x)
+        return x
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rotary_cos[positions].unsqueeze(1), self.rotary_sin[positions].unsqueeze(1)
 
     def _unembed(self, normalized: Tensor) -> Tensor:
         return normalized @ (self.embed.W_E.T if self.config.tie_embeddings else self.unembed.W_U)

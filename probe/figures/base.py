@@ -1,4 +1,4 @@
-"""Figure, one picture of a pair of models; the register, filled by the files of this folder; look-up by name. No torch."""
+"""Figure, one picture of a pair of models or a grid of them; the register, filled by this folder's files; look-up by name. No torch."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import difflib
 import pkgutil
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import figures as _folder
 from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.pairs import Cell, PairGrid
 from visitlens.probe.figures.series import INTERVAL
 from visitlens.probe.figures.theme import Theme
 from visitlens.probe.opened import RecordedRun
+
+Over = Literal["cell", "row", "column", "grid"]
 
 
 class Figure(ABC):
@@ -26,7 +29,8 @@ class Figure(ABC):
 
     `html` and `pdf` are the paper's two numberings (arXiv 2609.01343 v3), which clash; `question` is what the figure
     answers, in one sentence. `sides` are the models it draws: without the looped one there is no figure, without the
-    Baseline the picture says so.
+    Baseline the picture says so. `over` is what it draws of a grid: one cell, a row of scales, a column of sparsity levels,
+    or all; a pair is a grid of one cell where `panels_of_a_pair` says so.
     """
 
     slug: ClassVar[str]
@@ -35,15 +39,46 @@ class Figure(ABC):
     title: ClassVar[str]
     question: ClassVar[str]
     sides: ClassVar[tuple[str, ...]] = ("looped",)
+    over: ClassVar[Over] = "cell"
+    panels_of_a_pair: ClassVar[bool] = False
 
-    def data(self, pair: Pair) -> dict[str, Any]:
+    def data(self, source: Pair | PairGrid) -> dict[str, Any]:
         """JSON-ready: everything that is drawn, with intervals, counts, definitions and hashes.
+
+        Of a grid that isn't drawn as one cell, `panels` hold a cell each: its place, the names of its series or why it is
+        missing, and what `content` has besides.
 
         Raises:
             InputError: there is no looped recording.
-            RecordingError: the looped recording doesn't hold a measure that the figure draws.
+            RecordingError: the looped recording doesn't hold a measure that the figure draws; of a grid, no cell does.
         """
-        looped = pair.need_looped(f"figure {self.slug!r}")
+        if isinstance(source, Pair):
+            looped = source.need_looped(f"figure {self.slug!r}")
+            if self.panels_of_a_pair:
+                return self._panels([Cell("", "", source)], "")
+            return {**self._head(), "models": source.describe(), **self.content(looped, source)}
+        if self.over == "cell":
+            cell = source.focus()
+            assert cell.pair is not None
+            found = self.data(cell.pair)
+            where = f"Cell {cell.title} of the grid {source.name}."
+            return {**found, "cell": cell.name, "notes": [where, *found["notes"]]}
+        cells = {"row": source.row, "column": source.column, "grid": source.every_cell}[self.over]()
+        return self._panels(cells, source.name)
+
+    @abstractmethod
+    def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        """`series` (name -> a drawn series), `notes` (sentences for the caption) and what else `draw` needs."""
+
+    def panel(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        """As `content`, for one cell of a grid."""
+        return self.content(looped, pair)
+
+    @abstractmethod
+    def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
+        """The picture, from `data` alone: a saved JSON file can be drawn again."""
+
+    def _head(self) -> dict[str, Any]:
         return {
             "slug": self.slug,
             "title": self.title,
@@ -51,17 +86,46 @@ class Figure(ABC):
             "paper": {"source": "arXiv 2609.01343 v3", "html": self.html, "pdf": self.pdf},
             "interval": INTERVAL,
             "sides": list(self.sides),
-            "models": pair.describe(),
-            **self.content(looped, pair),
         }
 
-    @abstractmethod
-    def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
-        """`series` (name -> a drawn series), `notes` (sentences for the caption) and what else `draw` needs."""
+    def _panels(self, cells: Sequence[Cell], grid: str) -> dict[str, Any]:
+        panels, drawn, models, notes = [], {}, {}, []
+        errors: list[RecordingError | InputError] = []
+        for cell in cells:
+            where = {"scale": cell.scale, "level": cell.level, "title": cell.title if grid else ""}
+            prefix = f"{cell.name}." if grid else ""
+            missing = cell.missing
+            if cell.pair is not None:
+                try:
+                    found = self.panel(cell.pair.need_looped(f"figure {self.slug!r}"), cell.pair)
+                except (RecordingError, InputError) as error:  # InputError: layers with unequal numbers of visits
+                    errors.append(error)
+                    missing = str(error)
+                else:
+                    models |= {f"{prefix}{side}": model for side, model in cell.pair.describe().items()}
+                    entries = {
+                        f"{prefix}{name}": {**e, "model": f"{prefix}{e['model']}"}
+                        for name, e in found.pop("series").items()
+                    }
+                    drawn |= entries
+                    notes += [f"{cell.title}: {note}" if grid else note for note in found.pop("notes")]
+                    names = {key.removeprefix(prefix): key for key in entries}
+                    panels.append({**where, "absent": "", "series": names, "prefix": prefix, **found})
+                    continue
+            panels.append({**where, "absent": missing})
+        if not drawn:
+            raise errors[0] if errors else InputError(f"figure {self.slug!r}: grid {grid} has no recording there")
+        gone = [f"Missing: {panel['title']} ({panel['absent']})." for panel in panels if panel["absent"]]
+        sides = [key for key, model in models.items() if model is not None and key.split(".")[-1] in self.sides]
+        notes = [*gone, *notes]
+        return {
+            **self._head(), "sides": sides, "grid": grid, "panels": panels, "series": drawn, "models": models, "notes": notes,
+        }  # fmt: skip
 
-    @abstractmethod
-    def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
-        """The picture, from `data` alone: a saved JSON file can be drawn again."""
+
+def panel_series(data: Mapping[str, Any], panel: Mapping[str, Any]) -> dict[str, Any]:
+    """A panel's series by name; none where the cell is missing."""
+    return {name: data["series"][key] for name, key in panel.get("series", {}).items()}
 
 
 @cache

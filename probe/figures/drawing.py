@@ -60,15 +60,24 @@ def title_block(theme: Theme, title: str, below: str) -> dict[str, Any]:
 def subtitle(data: Mapping[str, Any], lines: bool) -> str:
     """Two short lines, escaped: which models, how much data, what the bars are, which hashes, what is missing."""
     models = [data["models"][side] for side in data["sides"] if data["models"][side] is not None]
+    counts = data.get("n") or " and ".join(
+        sorted({f"{model['documents']:,} documents, {model['tokens']:,} tokens" for model in models})
+    )
+    intervals = "; bars: 95% document-bootstrap intervals" if lines else ""
+    if data.get("grid"):
+        gone = [panel["title"] for panel in data["panels"] if panel["absent"]]
+        missing = (
+            f"missing: {'; '.join(gone[:4])}{f'; and {len(gone) - 4} more' if len(gone) > 4 else ''}; " if gone else ""
+        )
+        cells = f"{len(data['panels']) - len(gone)} of {len(data['panels'])} cells"
+        return f"grid {escape(_shorten(data['grid']))}, {cells}: n = {counts}{intervals}<br>{escape(missing)}hashes in the caption"
     names = " and ".join(escape(_shorten(model["name"])) for model in models)
-    sizes = {f"{model['documents']:,} documents, {model['tokens']:,} tokens" for model in models}
-    counts = " and ".join(sorted(sizes))
     hashes = "; ".join(
         f"recording {short(model['recording'])}, weights {short(model['weights_sha256'])}" for model in models
     )
-    intervals = "; bars: 95% document-bootstrap intervals" if lines else ""
-    missing = f"; Baseline not drawn: {escape(data['missing'])}" if data.get("missing") else ""
-    return f"{names}: n = {counts}{intervals}<br>{hashes}{missing}"
+    absent = data.get("missing") or next((p["missing"] for p in data.get("panels", []) if p.get("missing")), "")
+    missing = f"; Baseline not drawn: {escape(absent)}" if absent else ""
+    return f"{names}: n = {escape(counts)}{intervals}<br>{hashes}{missing}"
 
 
 def short(hash_: str | None) -> str:
@@ -180,13 +189,73 @@ def every(labels: Sequence[Any], most: int = 16) -> list[Any]:
     return list(labels[:: -(-len(labels) // most)])
 
 
-def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: int) -> None:
+def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: int, width: int = 260) -> None:
     """Says in a panel why it is empty, and hides its axes."""
     figure.update_xaxes(visible=False, range=[0, 1], row=row, col=col)
     figure.update_yaxes(visible=False, range=[0, 1], row=row, col=col)
     figure.add_annotation(
-        text=escape(reason), x=0.5, y=0.5, showarrow=False, width=260, font={"color": theme.muted}, row=row, col=col
+        text=escape(reason), x=0.5, y=0.5, showarrow=False, width=width, font={"color": theme.muted}, row=row, col=col
     )
+
+
+def cell_grid(data: Mapping[str, Any], name: str) -> tuple[list[str], list[str], list[list[Any]], list[list[Any]]]:
+    """A scalar series of every cell as a map: scales, levels, values, and (low, high) to hover; None where there is no cell."""
+    scales = list(dict.fromkeys(panel["scale"] for panel in data["panels"]))
+    levels = list(dict.fromkeys(panel["level"] for panel in data["panels"]))
+    values: list[list[Any]] = [[None] * len(scales) for _ in levels]
+    bounds: list[list[Any]] = [[(None, None)] * len(scales) for _ in levels]
+    for panel in data["panels"]:
+        key = panel.get("series", {}).get(name)
+        if key is not None:
+            row, col = levels.index(panel["level"]), scales.index(panel["scale"])
+            entry = data["series"][key]
+            values[row][col], bounds[row][col] = entry["values"], (entry["low"], entry["high"])
+    return scales, levels, values, bounds
+
+
+def cell_map(
+    figure: go.Figure, data: Mapping[str, Any], name: str, theme: Theme, *, row: int, col: int, coloraxis: str
+) -> None:
+    """One map of a grid: scale across, sparsity level upwards, the value in each cell, a cross where there is none."""
+    scales, levels, values, bounds = cell_grid(data, name)
+    known = any(low is not None for line_ in bounds for low, _ in line_)
+    x, y = (
+        [escape(scale) or "this pair" for scale in scales],
+        [f"{escape(level)}%" if level else "" for level in levels],
+    )
+    figure.add_trace(
+        go.Heatmap(
+            z=values,
+            x=x,
+            y=y,
+            coloraxis=coloraxis,
+            customdata=bounds,
+            texttemplate="%{z:.2f}",
+            textfont={"size": 12},
+            hovertemplate=hover("%{x}, S = %{y}", "%{z:.4f}", known) + "<extra></extra>",
+            xgap=2,
+            ygap=2,
+        ),
+        row=row,
+        col=col,
+    )
+    gone = [(x[c], y[r]) for r in range(len(levels)) for c in range(len(scales)) if values[r][c] is None]
+    if gone:
+        figure.add_scatter(
+            x=[at for at, _ in gone],
+            y=[at for _, at in gone],
+            mode="markers+text",
+            marker={"symbol": "x-thin", "size": 12, "line": {"width": 2, "color": theme.muted}},
+            text=["missing"] * len(gone),
+            textposition="bottom center",
+            textfont={"size": 10, "color": theme.muted},
+            hovertemplate="%{x}, S = %{y}: missing<extra></extra>",
+            showlegend=False,
+            row=row,
+            col=col,
+        )
+    figure.update_xaxes(type="category", showgrid=False, categoryorder="array", categoryarray=x, row=row, col=col)
+    figure.update_yaxes(type="category", showgrid=False, categoryorder="array", categoryarray=y, row=row, col=col)
 
 
 def _colour_bar(title: str) -> dict[str, Any]:

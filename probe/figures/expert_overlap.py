@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import bars, frame, hover
+from visitlens.probe.figures.base import Figure, panel_series
+from visitlens.probe.figures.drawing import bars, empty_panel, frame, hover
 from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import reference, series, with_interval
-from visitlens.probe.figures.theme import Theme
+from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
@@ -26,6 +26,7 @@ class ExpertOverlap(Figure):
     question = (
         "Does a token use the same experts when it comes through a layer again, more often than chance would have it?"
     )
+    over = "column"
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         histogram = looped.shared_experts().mean("layer")
@@ -58,53 +59,104 @@ class ExpertOverlap(Figure):
         }
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
-        drawn, k = data["series"], data["experts_per_token"]
-        figure = frame(data, theme, width=760, height=500)
-        observed = drawn["observed"]
-        up, down = bars(observed)
-        figure.add_bar(
-            x=observed["axes"]["shared"],
-            y=observed["values"],
-            name="observed",
-            marker={"color": theme.same_head, "opacity": 0.6},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": up,
-                "arrayminus": down,
-                "color": theme.ink,
-                "thickness": 1.4,
-            },
-            customdata=list(zip(observed["low"], observed["high"], strict=True)),
-            hovertemplate=hover("%{x} shared", "%{y:.4f}", up[0] is not None),
-        )
-        distribution = drawn["uniform_distribution"]
+        if "panels" not in data:
+            figure = frame(data, theme, width=760, height=500)
+            top = _top(data["series"])
+            _histogram(figure, data["series"], data, theme, top, row=None, col=None, legend=True, alone=True)
+            figure.update_yaxes(title_text=_SHARE, range=[0, top], tickformat=".0%")
+            return figure
+        shown = data["panels"]
+        titles = [
+            panel["title"].split(", ")[-1] + (f" (E = {panel['experts']})" if not panel["absent"] else "")
+            for panel in shown
+        ]
+        panels = {
+            "rows": 1,
+            "cols": len(shown),
+            "horizontal_spacing": 0.025,
+            "subplot_titles": [escape(t) for t in titles],
+        }
+        figure = frame(data, theme, width=max(760, 260 * len(shown) + 90), height=500, panels=panels)
+        top = max(_top(panel_series(data, panel)) for panel in shown if not panel["absent"])
+        first = next(at for at, panel in enumerate(shown) if not panel["absent"])
+        for at, panel in enumerate(shown):
+            if panel["absent"]:
+                empty_panel(figure, theme, f"Missing: {panel['absent']}", row=1, col=at + 1, width=190)
+                continue
+            drawn = panel_series(data, panel)
+            _histogram(figure, drawn, panel, theme, top, row=1, col=at + 1, legend=at == first, alone=False)
+            figure.update_yaxes(range=[0, top], tickformat=".0%", showticklabels=at == first, row=1, col=at + 1)
+        figure.layout.title.text += f": {escape(shown[0]['scale'])}"
+        return figure.update_yaxes(title_text=_SHARE, row=1, col=first + 1)
+
+
+_SHARE = "share of tokens, mean over looped layers"
+
+
+def _top(drawn: Mapping[str, Any]) -> float:
+    observed, chance = drawn["observed"], drawn["uniform_distribution"]
+    return 1.08 * max(v for v in [*chance["values"], *observed["high"], *observed["values"]] if v is not None)
+
+
+def _histogram(
+    figure: go.Figure,
+    drawn: Mapping[str, Any],
+    about: Mapping[str, Any],
+    theme: Theme,
+    top: float,
+    *,
+    row: int | None,
+    col: int | None,
+    legend: bool,
+    alone: bool,
+) -> None:
+    """Observed shares and both chances in one panel; `alone` has the chances' numbers in the legend."""
+    observed = drawn["observed"]
+    up, down = bars(observed)
+    place: dict[str, Any] = {"showlegend": legend, "row": row, "col": col}
+    figure.add_bar(
+        x=observed["axes"]["shared"],
+        y=observed["values"],
+        name="observed",
+        marker={"color": theme.same_head, "opacity": 0.6},
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "array": up,
+            "arrayminus": down,
+            "color": theme.ink,
+            "thickness": 1.4,
+        },
+        customdata=list(zip(observed["low"], observed["high"], strict=True)),
+        hovertemplate=hover("%{x} shared", "%{y:.4f}", up[0] is not None),
+        **place,
+    )
+    distribution = drawn["uniform_distribution"]
+    figure.add_scatter(
+        x=distribution["axes"]["shared"],
+        y=distribution["values"],
+        name="uniform chance, whole distribution",
+        mode="lines+markers",
+        line={"color": theme.muted, "width": 1},
+        marker={"size": 5, "color": theme.muted},
+        hovertemplate=hover("%{x} shared", "%{y:.4f}", False),
+        **place,
+    )
+    for name, dash in (("uniform_chance", "dash"), ("load_aware_chance", "dot")):
+        at = drawn[name]["values"]
         figure.add_scatter(
-            x=distribution["axes"]["shared"],
-            y=distribution["values"],
-            name="uniform chance, whole distribution",
-            mode="lines+markers",
-            line={"color": theme.muted, "width": 1},
-            marker={"size": 5, "color": theme.muted},
-            hovertemplate=hover("%{x} shared", "%{y:.4f}", False),
+            x=[at, at],
+            y=[0, top],
+            name=f"{drawn[name]['label']} {at:.2f}" if alone else drawn[name]["label"],
+            mode="lines",
+            line={"color": theme.chance, "dash": dash, "width": 2},
+            hovertemplate="%{x:.3f} shared",
+            **place,
         )
-        top = 1.08 * max(v for v in [*distribution["values"], *observed["high"], *observed["values"]] if v is not None)
-        for name, dash in (("uniform_chance", "dash"), ("load_aware_chance", "dot")):
-            at = drawn[name]["values"]
-            figure.add_scatter(
-                x=[at, at],
-                y=[0, top],
-                name=f"{drawn[name]['label']} {at:.2f}",
-                mode="lines",
-                line={"color": theme.chance, "dash": dash, "width": 2},
-                hovertemplate="%{x:.3f} shared",
-            )
-        a, b = data["visits"]
-        figure.update_xaxes(
-            title_text=f"experts shared between visits {a} and {b} (of {k})", dtick=1, range=[-0.6, k + 0.6]
-        )
-        figure.update_yaxes(title_text="share of tokens, mean over looped layers", range=[0, top], tickformat=".0%")
-        return figure
+    a, b = about["visits"]
+    k = about["experts_per_token"]
+    words = f"experts shared between visits {a} and {b} (of {k})" if alone else f"shared experts (of {k})"
+    figure.update_xaxes(title_text=words, dtick=1, range=[-0.6, k + 0.6], row=row, col=col)
 
 
 def uniform_chance(experts: int, k: int) -> float:

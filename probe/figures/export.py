@@ -22,6 +22,7 @@ from visitlens.probe.figures import page
 from visitlens.probe.figures.base import Figure, find, registered
 from visitlens.probe.figures.images import IMAGE_FORMATS, render
 from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import csv_rows
 from visitlens.probe.figures.theme import Theme, find_theme
 
@@ -50,7 +51,7 @@ def warn(message: str) -> None:
 
 
 def write_figures(
-    pair: Pair,
+    source: Pair | PairGrid,
     folder: str | Path,
     slugs: Iterable[str] | None = None,
     formats: Sequence[str] = ("html", "png", "svg", "json", "csv"),
@@ -74,18 +75,19 @@ def write_figures(
     """
     check_formats(formats)
     chosen = find_theme(theme)
-    return write_drawings(prepare(pair, slugs, on_warning), folder, formats, chosen, on_progress, on_warning)
+    return write_drawings(prepare(source, slugs, on_warning), folder, formats, chosen, on_progress, on_warning)
 
 
-def prepare(pair: Pair, slugs: Iterable[str] | None, on_warning: Warn) -> list[Drawing]:
+def prepare(source: Pair | PairGrid, slugs: Iterable[str] | None, on_warning: Warn) -> list[Drawing]:
     """The figures and their data; those that the recordings don't allow are left out with a warning, unless asked for."""
-    pair.need_looped("every figure")
+    if isinstance(source, Pair):
+        source.need_looped("every figure")
     if slugs is not None:
-        return [Drawing(figure, figure.data(pair)) for figure in dict.fromkeys(map(find, slugs))]
+        return [Drawing(figure, figure.data(source)) for figure in dict.fromkeys(map(find, slugs))]
     drawings = []
     for figure in registered():
         try:
-            drawings.append(Drawing(figure, figure.data(pair)))
+            drawings.append(Drawing(figure, figure.data(source)))
         except (RecordingError, InputError) as error:  # InputError: layers with unequal numbers of visits
             on_warning(f"figure {figure.slug} is left out: {error}")
     return drawings

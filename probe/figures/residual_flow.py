@@ -8,11 +8,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import HEAD_MARGIN, LAYER_AXIS, every, frame, line
+from visitlens.probe.figures.base import Figure, panel_series
+from visitlens.probe.figures.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel, every, frame, line
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import Theme
+from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
@@ -29,6 +29,7 @@ class ResidualFlow(Figure):
     title = "Residual stream and updates by visit"
     question = "Does a layer write more into the residual stream when it runs again, and more in proportion to it?"
     sides = ("looped", "baseline")
+    over = "row"
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         drawn, missing = {}, ""
@@ -53,19 +54,48 @@ class ResidualFlow(Figure):
         }
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
-        panels = {"rows": len(_ROWS), "cols": 1, "shared_xaxes": True, "vertical_spacing": 0.045}
-        figure = frame(data, theme, width=760, height=HEAD_MARGIN + 690, panels=panels)
-        layers = data["layers"]
-        for row, (name, title) in enumerate(_ROWS.items(), 1):
-            if (baseline := data["series"].get(f"{name}.baseline")) is not None:
-                figure.add_trace(line(baseline, theme.baseline, legend=row == 1, width=1.4), row=row, col=1)
-            for visit in data["visits"]:
-                entry = data["series"][f"{name}.visit_{visit}"]
-                figure.add_trace(line(entry, theme.visit(visit), legend=row == 1), row=row, col=1)
-            figure.update_yaxes(title_text=title, rangemode="tozero", row=row, col=1)
-        figure.update_xaxes(tickvals=every(layers), range=[layers[0] - 0.4, layers[-1] + 0.4])
-        figure.update_xaxes(title_text=f"looped layer: {LAYER_AXIS}", row=len(_ROWS), col=1)
+        if "panels" not in data:
+            panels = {"rows": len(_ROWS), "cols": 1, "shared_xaxes": True, "vertical_spacing": 0.045}
+            figure, first = frame(data, theme, width=760, height=HEAD_MARGIN + 690, panels=panels), 0
+            _column(figure, data["series"], data, theme, 1, legend=True)
+        else:
+            shown = data["panels"]
+            panels = {
+                "rows": len(_ROWS),
+                "cols": len(shown),
+                "shared_xaxes": "columns",
+                "vertical_spacing": 0.045,
+                "horizontal_spacing": 0.05,
+                "subplot_titles": [escape(panel["title"]) for panel in shown],
+            }
+            figure = frame(data, theme, width=max(760, 290 * len(shown) + 100), height=HEAD_MARGIN + 720, panels=panels)
+            first = next(at for at, panel in enumerate(shown) if not panel["absent"])
+            for at, panel in enumerate(shown):
+                if panel["absent"]:
+                    for row in range(1, len(_ROWS) + 1):
+                        reason = f"Missing: {panel['absent']}" if row == 2 else ""
+                        empty_panel(figure, theme, reason, row=row, col=at + 1, width=220)
+                    continue
+                _column(figure, panel_series(data, panel), panel, theme, at + 1, legend=at == first)
+        for row, title in enumerate(_ROWS.values(), 1):
+            figure.update_yaxes(title_text=title, row=row, col=first + 1)
         return figure
+
+
+def _column(
+    figure: go.Figure, drawn: Mapping[str, Any], about: Mapping[str, Any], theme: Theme, col: int, *, legend: bool
+) -> None:
+    """The rows of one scale."""
+    layers = about["layers"]
+    for row, name in enumerate(_ROWS, 1):
+        if (baseline := drawn.get(f"{name}.baseline")) is not None:
+            figure.add_trace(line(baseline, theme.baseline, legend=legend and row == 1, width=1.4), row=row, col=col)
+        for visit in about["visits"]:
+            entry = drawn[f"{name}.visit_{visit}"]
+            figure.add_trace(line(entry, theme.visit(visit), legend=legend and row == 1), row=row, col=col)
+        figure.update_yaxes(rangemode="tozero", row=row, col=col)
+        figure.update_xaxes(tickvals=every(layers, 10), range=[layers[0] - 0.4, layers[-1] + 0.4], row=row, col=col)
+    figure.update_xaxes(title_text=f"looped layer: {LAYER_AXIS}", row=len(_ROWS), col=col)
 
 
 def _same_layers(run: RecordedRun, name: str, layers: list[int]) -> StatArray:

@@ -1,4 +1,4 @@
-"""Attention on the segment start over depth, looped model over Baseline (SMELT 6.4 and D, html Figure 29)."""
+"""Attention on the segment start over depth, looped model over Baseline (SMELT 6.4, html Figure 29)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from visitlens.probe.figures.base import Figure
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import plan_of, series
-from visitlens.probe.figures.theme import Style, Theme
+from visitlens.probe.figures.theme import Style, Theme, escape
 from visitlens.probe.opened import RecordedRun, step_label
 
 
@@ -42,39 +42,57 @@ class SinkProfile(Figure):
         }
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
-        drawn = dict(data["series"])
         figure = frame(data, theme, width=900, height=580)
         figure.update_layout(margin_t=150)
-        baseline = drawn.pop("baseline", None)
-        if baseline is not None:
-            figure.add_trace(line(baseline, theme.baseline, width=1.6))
-        steps = plan_of(data["models"]["looped"]).steps
-        figure.add_trace(_depth_line(drawn, theme))
-        for step in steps:
-            if f"visit_{step.visit}" in drawn and step.index in drawn[f"visit_{step.visit}"]["axes"]["step"]:
-                colour = theme.profile_visit(step.visit).colour
-                place = {
-                    "x0": step.index - 0.5,
-                    "x1": step.index + 0.5,
-                    "xref": "x2",
-                    "y0": 0,
-                    "y1": 1,
-                    "yref": "paper",
-                }
-                figure.add_shape(type="rect", **place, fillcolor=colour, opacity=0.07, line_width=0, layer="below")
-        for name, entry in drawn.items():
-            style = (
-                Style(theme.ink, "triangle-down-open", "solid")
-                if name == "once"
-                else theme.profile_visit(int(name.removeprefix("visit_")))
-            )
-            trace = line(entry, style)
-            trace.update(xaxis="x2", mode="markers", hovertemplate=f"step {trace.hovertemplate}")
-            figure.add_trace(trace)
-        shown = every(steps, 16)
-        figure.update_layout(
-            xaxis2={
-                "overlaying": "x",
+        add_profile(figure, data["series"], data["models"], data["missing"], theme)
+        return figure.update_layout(
+            yaxis={"title": {"text": "attention on the segment start,<br>mean over heads (share of mass)"}}
+        )
+
+
+def add_profile(
+    figure: go.Figure,
+    drawn: Mapping[str, Any],
+    models: Mapping[str, Any],
+    missing: str,
+    theme: Theme,
+    *,
+    panel: int = 0,
+    x: tuple[float, float] = (0.0, 1.0),
+    y: tuple[float, float] = (0.0, 1.0),
+    legend: bool = True,
+) -> None:
+    """A profile on axes of its own: the Baseline's layers below, the looped model's steps above; `x`, `y` are its place."""
+    below, above, up = ("", "2", "") if panel == 0 else (f"{2 * panel + 1}", f"{2 * panel + 2}", f"{panel + 1}")
+    baseline = drawn.get("baseline")
+    axes: dict[str, Any] = {"xaxis": f"x{below}", "yaxis": f"y{up}"}
+    if baseline is not None:
+        figure.add_trace(line(baseline, theme.baseline, width=1.6, legend=legend).update(**axes))
+    axes["xaxis"] = f"x{above}"
+    steps = plan_of(models["looped"]).steps
+    looped = {name: entry for name, entry in drawn.items() if name != "baseline"}
+    figure.add_trace(_depth_line(looped, theme).update(**axes))
+    for step in steps:
+        if f"visit_{step.visit}" in looped and step.index in looped[f"visit_{step.visit}"]["axes"]["step"]:
+            place = {"x0": step.index - 0.5, "x1": step.index + 0.5, "xref": f"x{above}", "y0": 0, "y1": 1}
+            colour = theme.profile_visit(step.visit).colour
+            look: dict[str, Any] = {"fillcolor": colour, "opacity": 0.07, "line_width": 0, "layer": "below"}
+            figure.add_shape(type="rect", **place, yref=f"y{up} domain", **look)
+    for name, entry in looped.items():
+        style = (
+            Style(theme.ink, "triangle-down-open", "solid")
+            if name == "once"
+            else theme.profile_visit(int(name.removeprefix("visit_")))
+        )
+        trace = line(entry, style, legend=legend)
+        figure.add_trace(trace.update(**axes, mode="markers", hovertemplate=f"step {trace.hovertemplate}"))
+    shown = every(steps, 16 if x == (0.0, 1.0) else 9)
+    figure.update_layout(
+        {
+            f"xaxis{above}": {
+                "overlaying": f"x{below}",
+                "anchor": f"y{up}",
+                "domain": x,
                 "side": "top",
                 "title": {"text": f"looped model: {STEP_AXIS}"},
                 "tickvals": [step.index for step in shown],
@@ -82,13 +100,20 @@ class SinkProfile(Figure):
                 "range": [-0.5, len(steps) - 0.5],
                 "showgrid": False,
             },
-            yaxis={
-                "title": {"text": "attention on the segment start,<br>mean over heads (share of mass)"},
-                "rangemode": "tozero",
-            },
-        )
-        _baseline_axis(figure, data)
-        return figure
+            f"yaxis{up}": {"rangemode": "tozero", "domain": y, "anchor": f"x{below}"},
+        }
+    )
+    bottom: dict[str, Any] = {"domain": x, "anchor": f"y{up}"}
+    if baseline is None:
+        figure.add_trace(go.Scatter(x=[0], y=[None], showlegend=False, xaxis=f"x{below}", yaxis=f"y{up}"))
+        # An axis without a trace isn't drawn, nor is its title.
+        bottom |= {"title": {"text": f"Baseline not drawn: {escape(missing)}"}, "showticklabels": False, "ticks": ""}
+        bottom["showgrid"] = False
+    else:
+        layers = [step.layer for step in plan_of(models["baseline"]).steps]
+        bottom |= {"title": {"text": f"Baseline: {LAYER_AXIS}"}, "range": [-0.5, len(layers) - 0.5]}
+        bottom["tickvals"] = every(layers, 16)
+    figure.update_layout({f"xaxis{below}": bottom})
 
 
 def _depth_line(drawn: Mapping[str, Any], theme: Theme) -> go.Scatter:
@@ -99,31 +124,8 @@ def _depth_line(drawn: Mapping[str, Any], theme: Theme) -> go.Scatter:
     return go.Scatter(
         x=[step for step, _ in points],
         y=[value for _, value in points],
-        xaxis="x2",
         mode="lines",
         line={"color": theme.profile or theme.muted, "width": 1},
         hoverinfo="skip",
         showlegend=False,
-    )
-
-
-def _baseline_axis(figure: go.Figure, data: Mapping[str, Any]) -> None:
-    if data["missing"]:
-        figure.add_scatter(x=[0], y=[None], showlegend=False)  # an axis without a trace isn't drawn, nor is its title
-        figure.update_layout(
-            xaxis={
-                "title": {"text": f"Baseline not drawn: {data['missing']}"},
-                "showticklabels": False,
-                "ticks": "",
-                "showgrid": False,
-            }
-        )
-        return
-    layers = [step.layer for step in plan_of(data["models"]["baseline"]).steps]
-    figure.update_layout(
-        xaxis={
-            "title": {"text": f"Baseline: {LAYER_AXIS}"},
-            "tickvals": every(layers, 16),
-            "range": [-0.5, len(layers) - 0.5],
-        }
     )

@@ -8,11 +8,12 @@ from typing import Any
 import plotly.graph_objects as go
 
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import frame, line
+from visitlens.probe.figures.drawing import cell_map, diverging, frame, line, sequential
 from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import Style, Theme
 from visitlens.probe.opened import RecordedRun
+from visitlens.probe.statistics.names import STAGES
 
 
 class StageCosine(Figure):
@@ -20,6 +21,7 @@ class StageCosine(Figure):
     html, pdf = "25", "16"
     title = "Cosine between two visits by attention stage"
     question = "At which stage of attention do two visits part: in what is asked and matched (Q, K) or in what is carried (V, PV, O)?"
+    over = "grid"
 
     def content(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
         stages = looped.stage_cosine()
@@ -33,7 +35,13 @@ class StageCosine(Figure):
         ]
         return {"series": drawn, "visits": first_and_last(looped), "notes": notes}
 
+    def panel(self, looped: RecordedRun, pair: Pair) -> dict[str, Any]:
+        stages = looped.stage_cosine().mean("layer")
+        return {"series": {s: series(stages.sel(stage=s), "looped", "observed", s) for s in STAGES}, "notes": []}
+
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
+        if "panels" in data:
+            return self._maps(data, theme)
         figure = frame(data, theme, width=760, height=500)
         layers = [entry for name, entry in data["series"].items() if name != "mean"]
         thin = Style(theme.muted, "circle", "solid")
@@ -56,3 +64,25 @@ class StageCosine(Figure):
         figure.update_xaxes(title_text="attention stage (X: normalised input, O: output)", type="category")
         figure.update_yaxes(title_text=f"cosine between visits {a} and {b}", range=[min(0.0, low * 1.05), 1.03])
         return figure
+
+    def _maps(self, data: Mapping[str, Any], theme: Theme) -> go.Figure:
+        panels = {"rows": 2, "cols": 3, "horizontal_spacing": 0.07, "vertical_spacing": 0.16}
+        titles = [f"({letter}) {words}" for letter, words in zip("abcdef", _TITLES.values(), strict=True)]
+        figure = frame(data, theme, width=1000, height=640, panels={**panels, "subplot_titles": titles}, lines=False)
+        for at, stage in enumerate(_TITLES):
+            cell_map(figure, data, stage, theme, row=at // 3 + 1, col=at % 3 + 1, coloraxis="coloraxis")
+        figure.update_xaxes(title_text="scale", row=2)
+        figure.update_yaxes(title_text="sparsity S", col=1)
+        values = [entry["values"] for entry in data["series"].values() if entry["values"] is not None]
+        below = min(values, default=0) < 0
+        return figure.update_layout(coloraxis=diverging(1.0, "cosine") if below else sequential(1.0, "cosine"))
+
+
+_TITLES = {
+    "X": "input X",
+    "Q": "queries Q",
+    "K": "keys K",
+    "V": "values V",
+    "PV": "attended context PV",
+    "O": "output O",
+}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,11 +27,15 @@ class Geometry:
     num_kv_heads: int
     num_experts: int
     experts_per_token: int
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Site, or one of `sites.ASSUMPTIONS` -> why the model doesn't have it."""
+    absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    """Site -> layers that lack it although others have it."""
 
     @classmethod
     def of(cls, plan: ExecutionPlan, config: Mapping[str, Any]) -> Geometry:
         names = ("hidden_size", "num_heads", "num_kv_heads", "num_experts", "experts_per_token")
-        return cls(plan, *(config[name] for name in names))
+        return cls(plan, *(config[name] for name in names), config.get("missing", {}), config.get("absent", {}))
 
     def size(self, axis: str) -> int:
         """Length of a measure's axis."""
@@ -58,6 +62,10 @@ class TokenValues:
     values: Tensor
     valid: Tensor | None = None
 
+    def only(self, cells: Tensor) -> TokenValues:
+        """Leaves out every token where `cells [*axes]` is False."""
+        return TokenValues(self.values, cells if self.valid is None else self.valid & cells)
+
 
 @dataclass(frozen=True)
 class GroupSums:
@@ -78,6 +86,13 @@ class Statistic(ABC):
     stored: ClassVar[frozenset[str]] = frozenset()
     """Measures whose per-token values are kept at level `tokens`."""
 
+    needs: ClassVar[Mapping[str, frozenset[str]]] = {}
+    """Measure -> what it can't do without among `sites` and `hooks.sites.ASSUMPTIONS`; all of `sites` where it isn't here.
+    A model that lacks it has no such measure. Of other sites that a model lacks, `per_token` gets NaN."""
+
+    def needs_of(self, measure: str) -> frozenset[str]:
+        return self.needs.get(measure, self.sites)
+
     @abstractmethod
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         """Measure name -> its values for each token."""
@@ -87,6 +102,10 @@ class Statistic(ABC):
     ) -> dict[str, GroupSums]:
         """Measures that are cheaper to sum at once than by token."""
         return {}
+
+
+WRITES = frozenset({"attn_write", "moe_write", "sum of writes"})
+"""What measures of the writes' sizes and of their sum need."""
 
 
 def stack(values: list[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ class ExpertLoad(Statistic):
         ),
     )
     sites = frozenset({"experts", "gates", "router"})
+    needs: ClassVar = {
+        "expert_load": frozenset({"experts", "gates"}),
+        "router_entropy": frozenset({"router", "softmax router"}),
+    }
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         entropies = []

@@ -8,7 +8,7 @@ import torch
 
 from visitlens.kernels.set_overlap import shared_weight
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -31,10 +31,11 @@ class GateOverlap(Statistic):
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         overlaps = []
         for pair in geometry.plan.pairs:
-            (a, earlier), (b, later) = (
-                (values.site("experts", s.index), values.site("gates", s.index)) for s in (pair.earlier, pair.later)
-            )
-            overlap = shared_weight(a, earlier, b, later, geometry.num_experts)
+            experts = [values.site("experts", s.index) for s in (pair.earlier, pair.later)]
+            gates = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
+            # some models scale theirs, or don't normalise
+            earlier, later = (g / g.sum(-1, keepdim=True) for g in gates)
+            overlap = shared_weight(experts[0], earlier, experts[1], later, geometry.num_experts)
             good = (earlier.isfinite() & later.isfinite()).all(-1)
             overlaps.append(overlap.masked_fill(~good, float("nan")))
         return {"gate_overlap": TokenValues(torch.stack(overlaps, dim=1))}

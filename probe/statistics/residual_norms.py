@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, site_rms, update_rms
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -26,6 +26,15 @@ class ResidualNorms(Statistic):
         _norm("norm_output_moe_rms", "RMSNorm output into the experts", "||y_hat|| / sqrt(H).", "6.2, html Figure 23h"),
     )
     sites = frozenset({"resid", "attn_write", "moe_write", "X", "moe_in"})
+    needs: ClassVar = {
+        "resid_rms": frozenset({"resid"}),
+        "update_rms": WRITES,
+        "relative_update": WRITES | {"resid"},
+        "attn_write_rms": WRITES,
+        "moe_write_rms": WRITES,
+        "norm_output_attn_rms": frozenset({"X"}),
+        "norm_output_moe_rms": frozenset({"moe_in"}),
+    }
     stored = frozenset({"resid_rms", "update_rms", "relative_update", "attn_write_rms", "moe_write_rms"})
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -45,6 +45,12 @@ class StageCosine(Statistic):
     )
     # O is the attention write before its 1/r scale, which a cosine doesn't see.
     sites = frozenset({"X", "Q", "K", "V", "PV", "attn_write"})
+    # A model may lack X or O: its cell stays empty.
+    needs: ClassVar = {
+        "stage_cosine": frozenset({"Q", "K", "V", "PV"}),
+        "stage_cosine_heads": frozenset({"Q", "PV"}),
+        "stage_cosine_kv_heads": frozenset({"K", "V"}),
+    }
     looped_only = True
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:

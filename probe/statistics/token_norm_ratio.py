@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, site_rms, update_rms
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 from visitlens.probe.statistics.names import COMPONENTS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class TokenNormRatio(Statistic):
         ),
     )
     sites = frozenset({"attn_write", "moe_write", "X", "moe_in"})
+    needs: ClassVar = {"token_norm_ratio": WRITES}
     looped_only = True
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from visitlens.kernels.vector_geometry import cosines
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -24,6 +24,7 @@ class UpdateCosine(Statistic):
         ),
     )
     sites = frozenset({"attn_write", "moe_write"})
+    needs: ClassVar = {"update_cosine": WRITES}
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         return {"update_cosine": TokenValues(cosines(values.update_products))}

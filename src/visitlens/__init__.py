@@ -20,8 +20,9 @@ _EXPORTS = {
     "LoopSpec": "visitlens.hooks.loop_plan",
     "StatArray": "visitlens.probe.measure",
     "VisitlensError": "visitlens.kernels.errors",
+    "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture",
-    "load_model": "visitlens.hooks.models.checkpoint",
+    "load_model": "visitlens.hooks.loading",
     "open": "visitlens.probe.opened",
     "record": "visitlens.probe.run",
 }

@@ -516,10 +516,14 @@ def test_resuming_refuses_a_shard_that_has_changed(recorded: Path, unbroken: Rec
         resume(recorded)
 
 
-def test_resuming_refuses_a_gap_in_the_shards(recorded: Path, resume) -> None:
+def test_resuming_refuses_a_lost_shard_and_fills_the_gap_after_a_repair(
+    recorded: Path, resume, unbroken: Recording, text: PackedTokens
+) -> None:
     (recorded / "shards" / "w00-000001.h5").unlink()
-    with pytest.raises(RecordingError, match=r"w00-000002\.h5: doesn't follow the shard before it"):
+    with pytest.raises(RecordingError, match=r"w00-000001\.h5: in the manifest and not on disk\. Restore it, or run"):
         resume(recorded)
+    (recorded / "manifest.json").unlink()
+    assert_whole(resume(recorded), unbroken, text)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "gone"])

@@ -20,6 +20,7 @@ from visitlens.probe.dyck import (
     STOPS,
     AnswerStyle,
     draw_style,
+    dyck_case,
     dyck_prompt,
     nested_brackets,
 )
@@ -158,3 +159,94 @@ def test_a_tokenizer_that_merges_the_answer_with_the_marker_is_refused() -> None
     whole_words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     with pytest.raises(InputError, match=r"merges the answer .* with the text before it"):
         dyck_prompt((0,), whole_words, shots=0, style=AnswerStyle(lead=""))
+
+
+# The case study's prompts
+
+
+@given(seed=st.integers(0, 2**32), shots=st.sampled_from([0, 1, 2, 4, 8]), kinds=st.integers(2, 4), drawn=st.booleans())
+def test_each_target_closes_its_bracket_and_stands_in_the_nearest_demonstration(
+    seed: int, shots: int, kinds: int, drawn: bool, tokenizer: Tokenizer
+) -> None:
+    style = None if drawn else AnswerStyle()
+    prompt = dyck_case((seed,), tokenizer, shots=shots, kinds=kinds, style=style)
+    assert prompt.shots == shots == len(prompt.demonstrations) and len(prompt.targets) == 3
+    word = prompt.text.split("Input: ")[-1].split("\n")[0]
+    stack: list[str] = []
+    for symbol in word.split():
+        stack.append(PAIRS[symbol]) if symbol in PAIRS else stack.pop()
+    expected = list(reversed(stack))[:3]
+    assert [prompt.pieces[at].strip() for at in prompt.targets] == expected
+    if shots:
+        nearest = "".join(prompt.pieces[slice(*prompt.demonstrations[-1])])
+        assert set(expected) <= set(nearest) and max(prompt.demonstrations[-1]) < min(prompt.targets)
+        assert all(closer in prompt.text[: prompt.text.rindex("Input:")] for closer in expected)
+
+
+def test_the_query_and_the_nearest_demonstrations_are_the_same_for_every_number_of_shots(tokenizer: Tokenizer) -> None:
+    texts = [dyck_case((4,), tokenizer, shots=k).text for k in (0, 1, 2, 4, 8)]
+    assert all(longer.endswith(shorter) for shorter, longer in itertools.pairwise(texts))
+    assert [text.count("Input:") for text in texts] == [1, 2, 3, 5, 9]
+
+
+def test_depth_and_length_are_inclusive_ranges(tokenizer: Tokenizer) -> None:
+    prompts = [dyck_case((i,), tokenizer, shots=1, depth=(3, 5), length=(3, 9)) for i in range(80)]
+    words = [
+        line.removeprefix("Input: ").split() for p in prompts for line in p.text.split("\n") if line[:6] == "Input:"
+    ]
+    assert {len(p.closers) for p in prompts} == {3, 4, 5}
+    assert max(len(word) for word in words) <= 9 and min(len(word) for word in words) == 3
+
+
+class Slow:
+    """A tokenizer without offsets: characters, or runs of them; it can also lie."""
+
+    def __init__(self, upper: bool = False) -> None:
+        self.upper = upper
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids)).upper() if self.upper else "".join(map(chr, ids))
+
+
+def test_any_tokenizer_gives_the_same_answers(tokenizer: Tokenizer) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    expected = dyck_case((9,), tokenizer, shots=2)
+    for other in (fast, Slow()):
+        prompt = dyck_case((9,), other, shots=2)
+        assert prompt.text == expected.text
+        for one, two in zip(
+            (*expected.demonstrations, expected.answer), (*prompt.demonstrations, prompt.answer), strict=True
+        ):
+            assert "".join(expected.pieces[slice(*one)]) == "".join(prompt.pieces[slice(*two)])
+        assert [prompt.pieces[at] for at in prompt.targets] == [expected.pieces[at] for at in expected.targets]
+    with pytest.raises(InputError, match="offsets don't fit"):  # every word is `?`
+        dyck_case((9,), words, shots=1)
+    with pytest.raises(InputError, match="it has no offsets"):
+        dyck_case((9,), Slow(upper=True), shots=1)
+
+
+def test_a_tokenizer_that_merges_closers_is_refused() -> None:
+    merging = Tokenizer(models.BPE())
+    merging.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    merging.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    merging.train_from_iterator([")]}>", "])>}", "}])>"] * 50, trainer)
+    with pytest.raises(InputError, match="merges"):
+        for seed in range(40):
+            dyck_case((seed,), merging, shots=1, style=AnswerStyle(lead=" ", separator=""))
+
+
+@pytest.mark.parametrize(
+    "options", [{"shots": -1}, {"shots": 0, "kinds": 5}, {"shots": 0, "depth": (2, 4)}, {"shots": 1, "length": (9, 3)}]
+)
+def test_impossible_cases_are_refused(options: dict, tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match="a depth of at least 3"):
+        dyck_case((0,), tokenizer, **options)

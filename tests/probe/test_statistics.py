@@ -108,7 +108,8 @@ def shared(raw: Raw, token: int, a: int, b: int) -> int:
 
 
 def gate_overlap(raw: Raw, token: int, a: int, b: int) -> float:
-    one, two = (dict(zip(raw.at["experts"][s][token], raw.at["gates"][s][token], strict=True)) for s in (a, b))
+    gates = {s: raw.at["gates"][s][token] / raw.at["gates"][s][token].sum() for s in (a, b)}
+    one, two = (dict(zip(raw.at["experts"][s][token], gates[s], strict=True)) for s in (a, b))
     return sum(min(one.get(e, 0.0), two.get(e, 0.0)) for e in range(raw.experts))
 
 

@@ -1,0 +1,72 @@
+"""`visitlens ablate`: what each head is for, by taking it away."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from visitlens.app.console import loading, progress_bar
+
+
+class Metric(StrEnum):
+    dyck = "dyck"
+    text = "text"
+
+
+class Mode(StrEnum):
+    zero = "zero"
+    mean = "mean"
+    resample = "resample"
+
+
+class Style(StrEnum):
+    fixed = "fixed"
+    drawn = "drawn"
+
+
+def ablate(
+    recording: Annotated[Path, typer.Argument(help="Recording of the model; the result is kept in it.")],
+    model: Annotated[Path, typer.Option("--model", "-m", help="The checkpoint that was recorded.")],
+    metric: Annotated[Metric, typer.Option(help="Loss on Dyck targets, or on text.")] = Metric.dyck,
+    mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,
+    prompts: Annotated[int, typer.Option(min=1, help="Dyck prompts.")] = 32,
+    shots: Annotated[int, typer.Option(min=0, help="Demonstrations in each Dyck prompt.")] = 4,
+    style: Annotated[
+        Style, typer.Option(help="Answers written `Output: ) ]`, or in a style drawn per prompt.")
+    ] = Style.fixed,
+    text: Annotated[Path | None, typer.Option(help="For --metric text; the bundled sample by default.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="For --metric text: stop after this token's context.")] = 4096,
+    seed: Annotated[int, typer.Option(help="Of the prompts and of resampling.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    again: Annotated[bool, typer.Option("--again", help="Compute anew what is there already.")] = False,
+) -> None:
+    """Ablate every head of the looped block, one at a time, and keep the result in the recording."""
+    with loading("torch"):
+        from visitlens.probe.ablation_run import AblationRequest, ablate_recording
+        from visitlens.probe.bundled import SAMPLE
+        from visitlens.probe.dyck import AnswerStyle
+        from visitlens.probe.dyck_study import DyckSettings
+        from visitlens.probe.opened import open as open_recording
+
+    answers = AnswerStyle() if style is Style.fixed else None
+    request = AblationRequest(
+        recording=recording,
+        checkpoint=model,
+        metric=metric.value,
+        mode=mode.value,
+        dyck=DyckSettings(prompts=prompts, shots=shots, seed=seed, style=answers),
+        text=text or SAMPLE,
+        max_tokens=max_tokens,
+        seed=seed,
+        device=device,
+        replace=again,
+    )
+    with progress_bar() as progress:
+        task = progress.add_task("ablating", total=None)
+        files = ablate_recording(request, lambda done, total: progress.update(task, completed=done, total=total))
+    for file in files:
+        typer.echo(file)
+    typer.echo(open_recording(recording).ablations()[request.name].note())

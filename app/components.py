@@ -1,0 +1,204 @@
+"""Dash components of the dashboard: a panel's card, selectors, tables, and the sentence that stands for what isn't there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dash import dcc, html
+
+from visitlens.app.context import View
+from visitlens.app.panels import Panel
+from visitlens.probe.figures.page import CONFIG
+from visitlens.probe.figures.series import digits
+
+GRAPH_CONFIG = {**CONFIG, "displayModeBar": False}
+"""Without Plotly's buttons, among them the one that uploads the chart: a panel has its own."""
+_FORMATS = ("png", "svg", "pdf", "csv", "json")
+
+
+def panel_card(panel: Panel, view: View) -> html.Section:
+    """The panel as a landmark: title, actions, chart under the keyboard, caption, table."""
+    plot = panel.chart(view.theme)
+    height = plot["layout"]["height"]
+    options = {"links": panel.links, "linked": panel.linked, "morph": panel.morph, "zoom": panel.zoom}
+    graph = dcc.Graph(
+        id={"type": "graph", "panel": panel.key},
+        figure=plot,
+        config=GRAPH_CONFIG,
+        responsive=True,
+        style={"height": f"{height}px"},
+    )
+    title = f"title-{panel.key}"
+    keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")
+    return html.Section(
+        className="panel wide" if panel.wide else "panel",
+        id=f"panel-{panel.key}",
+        **{"aria-labelledby": title},
+        children=[
+            html.Header(
+                [html.H2(panel.title, id=title), html.Div(list(panel.tools), className="tools"), _actions(panel, view)]
+            ),
+            _morph(panel) if panel.morph else None,
+            html.Div(
+                graph,
+                className="chart",
+                tabIndex=0,
+                role="application",
+                style={"minHeight": f"{height}px"},
+                **{"aria-label": f"{panel.title}. {keys}", "data-options": json.dumps(options)},
+            ),
+            html.P("\u00a0", className="readout", **{"aria-hidden": "true"}),
+            html.Div([html.P(sentence) for sentence in panel.caption], className="caption"),
+            html.Details(
+                [
+                    html.Summary("Table"),
+                    html.Div(className="twin", **{"data-source": export_href(view, panel.key, "rows")}),
+                ],
+                className="table-twin",
+            ),
+        ],
+    )
+
+
+def export_href(view: View, key: str, format_: str) -> str:
+    """Where a panel's file is; `rows` is what its table shows."""
+    name = view.path.strip("/") or "overview"
+    theme = f"{'&' if view.selection.query() else '?'}theme={view.theme.name}"
+    return f"{view.context.prefix}export/{name}/{key}.{format_}{view.selection.query()}{theme}"
+
+
+def _actions(panel: Panel, view: View) -> html.Div:
+    formats = [
+        html.A(
+            name.upper(),
+            href=export_href(view, panel.key, name),
+            download=f"{panel.key}.{name}",
+            **{"data-export": name},
+        )
+        for name in _FORMATS
+    ]
+    copy = html.Button("Copy Python", type="button", **{"data-action": "copy", "data-text": panel.code})
+    return html.Div(
+        className="actions",
+        children=[
+            icon_button("pin", f"Pin {panel.title}", "pin"),
+            html.Details(
+                [
+                    html.Summary(icon("export"), title="Export", **{"aria-label": f"Export {panel.title}"}),
+                    html.Div([*formats, copy], className="menu"),
+                ],
+                className="dropdown",
+            ),
+            icon_button("maximise", f"Maximise {panel.title}", "maximise"),
+        ],
+    )
+
+
+def _morph(panel: Panel) -> html.Div:
+    """The visit scrubber: a browser-side slider from the first heat map to the second."""
+    name = f"morph-{panel.key}"
+    return html.Div(
+        [
+            html.Label("visit scrubber", htmlFor=name),
+            dcc.Input(id=name, type="range", min=0, max=100, value=0, className="scrubber"),
+            html.Output("earlier visit", className="scrubber-at"),
+        ],
+        className="morph",
+    )
+
+
+def icon(name: str) -> html.Span:
+    return html.Span(className=f"icon icon-{name}", **{"aria-hidden": "true"})
+
+
+def icon_button(name: str, label: str, action: str, **options: Any) -> html.Button:
+    return html.Button(
+        icon(name),
+        type="button",
+        className="icon-button",
+        title=label,
+        **{"aria-label": label, "data-action": action},
+        **options,
+    )
+
+
+def selector(label: str, parameter: str, choices: Iterable[tuple[str, str]], value: str) -> html.Label:
+    """A native select; a script puts what is chosen into the URL, and `data-value` is what the server chose."""
+    options = [html.Option(text, value=key, selected=key == value) for key, text in choices]
+    return html.Label(
+        [html.Span(label), html.Select(options, name=parameter, **{"data-parameter": parameter, "data-value": value})],
+        className="selector",
+    )
+
+
+def state(title: str, sentences: Sequence[Any], kind: str = "empty") -> html.Section:
+    """What stands where a page would: empty, partial, corrupt."""
+    return html.Section(
+        [html.H2(title), *(html.P(s) if isinstance(s, str) else s for s in sentences)], className=f"state {kind}"
+    )
+
+
+def command(text: str) -> html.Pre:
+    """A line to type."""
+    return html.Pre(html.Code(text), tabIndex=0)
+
+
+def table(
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Mapping[str, Any]],
+    caption: str,
+    *,
+    key: str = "",
+    current: Any = None,
+) -> html.Div:
+    """`columns` are (name, heading); a cell is text, a number, a component. The row whose `key` is `current` is marked."""
+    head = html.Tr([html.Th(heading, scope="col") for _, heading in columns])
+    body = [
+        html.Tr(
+            [
+                html.Th(_cell(row.get(name)), scope="row")
+                if at == 0
+                else html.Td(_cell(row.get(name)), className=_kind(row.get(name)))
+                for at, (name, _) in enumerate(columns)
+            ],
+            className="current" if key and row.get(key) == current else "",
+        )
+        for row in rows
+    ]
+    return html.Div(
+        html.Table([html.Caption(caption), html.Thead(head), html.Tbody(body)]),
+        className="scroll",
+        tabIndex=0,
+        role="region",
+        **{"aria-label": caption},
+    )
+
+
+def card(title: str, children: Sequence[Any], *, wide: bool = False, key: str = "") -> html.Section:
+    """A titled box that is no panel: a table, a list."""
+    name = f"title-{key or title.lower().replace(' ', '-')}"
+    return html.Section(
+        [html.Header([html.H2(title, id=name)]), *children],
+        className="panel wide" if wide else "panel",
+        **{"aria-labelledby": name},
+    )
+
+
+def badge(text: str, kind: str, title: str = "") -> html.Span:
+    """A verdict: `kind` is holds, fails, open or muted."""
+    return html.Span(text, className=f"badge {kind}", title=title or None)
+
+
+def number(value: float | None) -> str:
+    """Three decimals, tabular; a dash for what wasn't measured."""
+    return "–" if value is None or value != value else digits(value)
+
+
+def _cell(value: Any) -> Any:
+    return number(value) if isinstance(value, float) else "–" if value is None else value
+
+
+def _kind(value: Any) -> str:
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else ""

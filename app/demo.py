@@ -1,0 +1,61 @@
+"""The recordings of `visitlens app --demo`: the bundled pair on a short held-out text, made once and kept in the cache folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
+from visitlens.probe.opened import open as open_recording
+
+TOKENS = 8192
+MAP_TOKENS, MAP_CONTEXT = 512, 128
+NAMES = {"looped": "smelt", "baseline": "baseline", "maps": "smelt-maps"}
+
+
+def demo_recordings(say: Callable[[str], None]) -> list[Path]:
+    """Paths of the recordings, made now if they aren't there: about half a minute on one core.
+
+    Raises:
+        InputError: the bundled files are missing.
+    """
+    check_assets()
+    folder = cache_folder() / "demo"
+    paths = [folder / f"{name}.vlens" for name in NAMES.values()]
+    missing = [side for side, path in zip(NAMES, paths, strict=True) if not _whole(path)]
+    if missing:
+        say(f"recording the bundled models once, into {folder} ...")
+        folder.mkdir(parents=True, exist_ok=True)
+    for side in missing:
+        _record(side, folder / f"{NAMES[side]}.vlens")
+        say(f"recorded {NAMES[side]}")
+    return paths
+
+
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/visitlens`, by default below the home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "visitlens"
+
+
+def _whole(path: Path) -> bool:
+    try:
+        return open_recording(path).recording.complete
+    except (ValueError, OSError):
+        return False
+
+
+def _record(side: str, out: Path) -> None:
+    from visitlens.hooks.recorder import RecordingOptions
+    from visitlens.probe.run import PreparedRun, RunRequest
+
+    maps = side == "maps"
+    request = RunRequest(
+        checkpoint=PAIR["looped" if maps else side],
+        text=SAMPLE,
+        out=out,
+        options=RecordingOptions(level="maps" if maps else "tokens"),
+        max_tokens=MAP_TOKENS if maps else TOKENS,
+        context_length=MAP_CONTEXT if maps else None,
+    )
+    PreparedRun(request).record()

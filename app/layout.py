@@ -1,0 +1,387 @@
+"""The frame around every page, and a page's rendering from its URL. Pure functions: no request, no browser, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+from dash import dcc, html
+
+from visitlens.app.components import command, icon, panel_card, selector, state
+from visitlens.app.context import Context, View, describe_needs, view_of
+from visitlens.app.pages import find_page, pages
+from visitlens.app.panels import Panel
+from visitlens.app.state import AGGREGATIONS
+from visitlens.kernels.errors import VisitlensError
+from visitlens.probe.cross_visit import largest_change
+from visitlens.probe.measure import Measure
+from visitlens.probe.opened import RecordedRun
+
+WATCH_MS = 4000
+"""How often an unfinished recording, or a folder without one, is looked at again."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A page: `title` of the document, `bar` above it, `content`; `version` changes when its files do."""
+
+    title: str
+    navigation: list[Any]
+    bar: list[Any]
+    content: list[Any]
+    palette: list[dict[str, str]]
+    version: str
+    growing: bool
+
+
+def frame(context: Context) -> html.Div:
+    """What stays while pages change. The first page comes with a callback, into boxes that hold its place."""
+    return html.Div(
+        id="app",
+        children=[
+            html.A("Skip to the content", href="#main", className="skip"),
+            dcc.Location(id="url", refresh="callback-nav"),
+            dcc.Store(id="request"),
+            dcc.Store(id="palette-entries"),
+            dcc.Store(id="seen", data={"version": "", "growing": False}),
+            dcc.Store(id="title"),
+            dcc.Interval(id="watch", interval=WATCH_MS, disabled=True),
+            html.Aside(
+                [
+                    html.A(
+                        [html.Span(className="logo", **{"aria-hidden": "true"}), "visitlens"],
+                        href=context.prefix,
+                        className="brand",
+                    ),
+                    html.Nav(navigation(context, "", ""), id="navigation", **{"aria-label": "Pages"}),
+                    html.Div(
+                        [
+                            html.Button(
+                                [icon("search"), "Go to", html.Kbd("Ctrl K")],
+                                type="button",
+                                className="text-button",
+                                **{"data-action": "palette", "aria-label": "Go to a page, run, layer or measure"},
+                            ),
+                            html.Button(
+                                [icon("theme"), "Theme"],
+                                id="theme",
+                                type="button",
+                                className="text-button",
+                                **{"aria-label": "Switch between light and dark"},
+                            ),
+                        ],
+                        className="side-tools",
+                    ),
+                ],
+                className="side",
+                **{"aria-label": "Dashboard"},
+            ),
+            html.Div(
+                [
+                    html.Header([], id="bar", className="bar"),
+                    html.Main([html.Div(className="placeholder")], id="main", tabIndex=-1),
+                    html.Section(id="tray", **{"aria-label": "Pinned panels"}),
+                ],
+                className="body",
+            ),
+            html.Div(id="announce", className="unseen", role="status", **{"aria-live": "polite"}),
+            html.Div(id="toast", **{"aria-hidden": "true"}),
+        ],
+    )
+
+
+def render(context: Context, href: str, theme: str = "light") -> Rendered:
+    """The page at a URL. Whatever goes wrong on purpose is a sentence on the page, never an exception."""
+    parts = urlsplit(href)
+    path = "/" + parts.path.removeprefix(context.prefix.rstrip("/")).strip("/")
+    page = find_page(path)
+    view = view_of(
+        context,
+        path,
+        parts.query,
+        theme,
+        getattr(page, "PARAMETERS", ()),
+        fitted=getattr(page, "NEEDS", ()) != ("model",),
+    )
+    growing = view.entry is None or view.run is None or not view.run.recording.complete
+    if page is None:
+        content: list[Any] = [
+            state("No such page", [f"There is nothing at {path[:60]}.", _link("Overview", view.href("/"))])
+        ]
+    else:
+        content = _content(page, view)
+    name = view.entry.name if view.entry else ""
+    title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
+    return Rendered(
+        title=title,
+        navigation=navigation(context, path, view.selection.change(metric=None, agg=None, segment=None).query()),
+        bar=bar(page, view),
+        content=[*_notices(view), *content],
+        palette=palette(view),
+        version=version(view),
+        growing=growing,
+    )
+
+
+def page_items(page: ModuleType, view: View) -> list[Any]:
+    """The page's panels and components; `parameters` of other pages are dropped from its links."""
+    return list(page.layout(view))
+
+
+def find_panel(page: ModuleType, view: View, key: str) -> Panel | None:
+    """A panel of a page, for its exports."""
+    if describe_needs(view, page.NEEDS):
+        return None
+    if (find := getattr(page, "panel", None)) and (found := find(view, key)):
+        return found
+    return next((item for item in page_items(page, view) if isinstance(item, Panel) and item.key == key), None)
+
+
+def version(view: View) -> str:
+    """Of the files behind a page."""
+    entries = view.context.registry.ids()
+    return f"{view.entry.version if view.entry else ''}|{len(entries)}"
+
+
+def navigation(context: Context, path: str, query: str) -> list[Any]:
+    """Links to all pages, in groups; they keep the selection."""
+    groups: dict[int, list[Any]] = {}
+    for page in pages():
+        current: Any = {"aria-current": "page"} if path == page.PATH else {}
+        link = html.A(page.TITLE, href=context.href(page.PATH) + query, **current)
+        groups.setdefault(page.ORDER // 10, []).append(html.Li(link))
+    return [html.Ul(links) for _, links in sorted(groups.items())]
+
+
+def bar(page: ModuleType | None, view: View) -> list[Any]:
+    """Breadcrumb and selectors."""
+    return [
+        html.Div([_breadcrumb(page, view), html.Div(_tools(view), className="bar-tools")], className="bar-top"),
+        html.Div(_controls(page, view), className="controls", role="group", **{"aria-label": "Selection"}),
+    ]
+
+
+def palette(view: View) -> list[dict[str, str]]:
+    """Where the command palette leads."""
+    entries = [
+        {"text": page.TITLE, "kind": "page", "href": view.href(page.PATH, metric=None, agg=None)} for page in pages()
+    ]
+    entries += [
+        {"text": e.name, "kind": "recording", "href": view.href("/", run=e.id, layer=None, head=None, token=None)}
+        for e in view.context.registry.entries()[:200]
+    ]
+    if view.run is not None:
+        entries += _surprise(view)
+        for layer in sorted(view.run.plan.visits):
+            entries.append(
+                {"text": f"Layer {layer}", "kind": "layer", "href": view.href("/heads", layer=layer, head=None)}
+            )
+        for name in view.run.measures:
+            if layered(view.run, name):
+                title = view.run.stat(name).measure.title
+                entries.append(
+                    {"text": f"{title} ({name})", "kind": "measure", "href": view.href("/layers", metric=name)}
+                )
+    return entries
+
+
+def _surprise(view: View) -> list[dict[str, str]]:
+    """The head whose attention on the segment start changes most."""
+    try:
+        layer, head, change = largest_change(view.recorded, "sink_mass", view.visits)
+    except VisitlensError:
+        return []
+    text = f"Surprise me: layer {layer}, head {head}, sink mass {change:+.2f}".replace("-", "−")
+    return [{"text": text, "kind": "action", "href": view.href("/heads", layer=layer, head=head, metric="sink_mass")}]
+
+
+def layered(run: RecordedRun, name: str) -> bool:
+    """Whether a measure has a value for each layer."""
+    axes = run.recording.totals[name].attributes["axes"].split(",")
+    return axes[0] in ("step", "pair") and "later_step" not in axes
+
+
+def measures(view: View) -> list[Measure]:
+    """Those of the run that have a value a layer, by title."""
+    run = view.recorded
+    found = [run.stat(name).measure for name in run.measures if layered(run, name)]
+    return sorted(found, key=lambda measure: measure.title.lower())
+
+
+def _content(page: ModuleType, view: View) -> list[Any]:
+    if view.entry is None and page.NEEDS and "model" not in page.NEEDS:
+        return [_no_recording(view)]
+    if reason := describe_needs(view, page.NEEDS):
+        kind = "corrupt" if view.entry is not None and view.run is None else "partial"
+        title = "This recording can't be read" if kind == "corrupt" else f"{page.TITLE}: not for this recording"
+        if "model" in page.NEEDS and view.context.checkpoint is None:
+            title = f"{page.TITLE} needs a model"
+        return [state(title, [reason], kind)]
+    try:
+        items = page_items(page, view)
+    except VisitlensError as error:
+        return [state(f"{page.TITLE}: not for this recording", [str(error)], "partial")]
+    cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
+    return [html.Div(without_holes(cards), className="panels")]
+
+
+def without_holes(cards: list[Any]) -> list[Any]:
+    """Two narrow cards a row: one that would stand alone takes the whole row."""
+    alone = None
+    for card in [*cards, None]:
+        if card is None or "wide" in str(getattr(card, "className", "")).split():
+            if alone is not None:
+                alone.className = f"{alone.className} wide"
+            alone = None
+        else:
+            alone = card if alone is None else None
+    return cards
+
+
+def _no_recording(view: View) -> html.Section:
+    return state(
+        "No recording yet",
+        [
+            "A recording holds what each visit of a looped model did on some text. Make one:",
+            command("visitlens record CHECKPOINT TEXT --out run.vlens --level tokens"),
+            "then open it, or the folder that it lies in:",
+            command("visitlens app run.vlens"),
+            "To look around first, use the bundled models:",
+            command("visitlens app --demo"),
+            "This page looks again by itself.",
+        ],
+    )
+
+
+def _notices(view: View) -> list[Any]:
+    notices = [html.Li(text) for text in view.warnings]
+    if view.run is not None and not view.run.recording.complete:
+        recording = view.run.recording
+        share = recording.tokens / max(recording.run["tokens"], 1)
+        notices.append(
+            html.Li(
+                f"Still being recorded: {recording.tokens:,} of {recording.run['tokens']:,} tokens ({share:.0%}). This page follows it."
+            )
+        )
+    return [html.Ul(notices, className="notices", role="status")] if notices else []
+
+
+def _breadcrumb(page: ModuleType | None, view: View) -> html.Nav:
+    selection = view.selection
+    steps: list[Any] = [
+        _link(
+            "Overview", view.href("/", run=None, layer=None, head=None, token=None, visits=None, metric=None, agg=None)
+        )
+    ]
+    if view.entry is not None:
+        steps.append(_link(view.entry.name, view.href("/layers", layer=None, head=None, token=None, segment=None)))
+    if selection.layer is not None:
+        steps.append(_link(f"layer {selection.layer}", view.href("/heads", head=None, token=None, segment=None)))
+    if selection.head is not None:
+        steps.append(_link(f"head {selection.head}", view.href("/attention", token=None, segment=None)))
+    if selection.token is not None:
+        steps.append(_link(f"token {selection.token}", view.href("/tokens")))
+    return html.Nav(
+        [html.H1(page.TITLE if page else "Not found"), html.Ol([html.Li(step) for step in steps])],
+        className="breadcrumb",
+        **{"aria-label": "Breadcrumb"},
+    )
+
+
+def _tools(view: View) -> list[Any]:
+    name = view.path.strip("/") or "overview"
+    return [
+        html.Button(
+            [icon("link"), "Copy link"], type="button", className="text-button", **{"data-action": "copy-link"}
+        ),
+        html.Button(
+            [icon("save"), "Keep"],
+            type="button",
+            className="text-button",
+            title="Keep this view in the list of the command palette",
+            **{"data-action": "keep"},
+        ),
+        html.A(
+            [icon("snapshot"), "Snapshot"],
+            href=f"{view.context.prefix}snapshot/{name}.html{view.selection.query()}",
+            download=f"{name}.html",
+            className="text-button",
+            title="This page as one file that needs nothing else",
+        ),
+    ]
+
+
+def _controls(page: ModuleType | None, view: View) -> list[Any]:
+    entries = view.context.registry.entries()
+    if not entries or view.entry is None:
+        return []
+    runs = [(e.id, e.name + ("" if e.run else " (can't be read)")) for e in entries]
+    found = [selector("recording", "run", runs, view.entry.id)]
+    if view.run is None or page is None or describe_needs(view, page.NEEDS):
+        return found
+    for name in getattr(page, "CONTROLS", ()):
+        found += _CONTROLS[name](page, view)
+    return found
+
+
+def _visits(page: ModuleType, view: View) -> list[Any]:
+    most = max(view.recorded.plan.visits.values())
+    pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
+    a, b = view.visits
+    choices = [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs]
+    return [selector("visits", "visits", choices, f"{a}-{b}")] if pairs else []
+
+
+def _layers(page: ModuleType, view: View) -> list[Any]:
+    plan = view.recorded.plan
+    layers = plan.looped_layers if "looped" in page.NEEDS else sorted(plan.visits)
+    return [selector("layer", "layer", [(str(n), str(n)) for n in layers], str(view.layer))]
+
+
+def _heads(page: ModuleType, view: View) -> list[Any]:
+    heads = range(view.recorded.recording.config["num_heads"])
+    return [selector("head", "head", [(str(n), str(n)) for n in heads], str(view.head))]
+
+
+def _metrics(page: ModuleType, view: View) -> list[Any]:
+    offered = page.METRICS(view) if hasattr(page, "METRICS") else measures(view)
+    chosen = page.metric(view) if hasattr(page, "metric") else view.selection.metric
+    return [selector("measure", "metric", [(m.name, m.title) for m in offered], chosen)]
+
+
+def _aggregations(page: ModuleType, view: View) -> list[Any]:
+    texts = {"mean": "mean over heads", "each": "each head", "token": "token by token"} | getattr(
+        page, "AGGREGATIONS", {}
+    )
+    names = getattr(page, "AGGREGATIONS", None) or {name: texts[name] for name in AGGREGATIONS}
+    return [selector("aggregation", "agg", [(n, texts[n]) for n in names], view.selection.agg or next(iter(names)))]
+
+
+def _others(page: ModuleType, view: View) -> list[Any]:
+    entries = [e for e in view.context.registry.entries() if e.run and view.entry and e.id != view.entry.id]
+    other = view.selection.other
+    if not other and view.entry is not None and (mate := view.context.registry.partner(view.entry.id)):
+        other = mate.id
+    return [selector("compared with", "other", [(e.id, e.name) for e in entries], other)] if entries else []
+
+
+def _segments(page: ModuleType, view: View) -> list[Any]:
+    choices, value = page.segment_choices(view)
+    return [selector("document", "segment", choices, value)]
+
+
+_CONTROLS = {
+    "visits": _visits,
+    "layer": _layers,
+    "head": _heads,
+    "metric": _metrics,
+    "agg": _aggregations,
+    "other": _others,
+    "segment": _segments,
+}
+
+
+def _link(text: str, href: str) -> html.A:
+    return html.A(text, href=href)

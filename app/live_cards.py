@@ -1,0 +1,375 @@
+"""The Live probe's parts: the prompt, the tokens, one token's experts, keys and output, a silenced head. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dash import dcc, html
+
+from visitlens.app.components import card, selector, table
+from visitlens.app.context import View
+from visitlens.app.live_choice import LiveChoice
+from visitlens.app.live_service import LiveService
+from visitlens.probe.figures.series import digits
+from visitlens.probe.live_ablation import KINDS, HeadAblation, visit_choices
+from visitlens.probe.live_figures import place_label
+from visitlens.probe.live_run import ExpertChange, KeyChange, LiveRun
+
+_STATUS_BADGES = {
+    "kept": "badge muted",
+    "dropped": "badge visit-1",
+    "lost": "badge visit-1",
+    "new": "badge visit-2",
+    "gained": "badge visit-2",
+}
+_TICK_MS = 300
+
+
+def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
+    """Where a prompt is typed, started and stopped; and what becomes of it."""
+    presets = [
+        _do(f"dyck-{i}", str(preset.shots), f"Run the Dyck prompt with {preset.shots} shots")
+        for i, preset in enumerate(live.presets)
+    ]
+    name = live.checkpoint.resolve().name
+    return card(
+        f"Prompt for {name}",
+        [
+            html.Label("Prompt", htmlFor="live-prompt", className="unseen"),
+            dcc.Textarea(
+                id="live-prompt",
+                value=run.prompt if run else "",
+                maxLength=live.most_characters + 1,
+                placeholder="Type or paste some text, then Run (Ctrl Enter).",
+                persistence=True,
+                persistence_type="session",
+                spellCheck="false",
+                className="live-prompt",
+                rows=2,
+            ),
+            html.Div(
+                [
+                    _do("run", "Run", "Run the prompt", primary=True),
+                    _do("cancel", "Cancel", "Cancel what runs", hidden=True),
+                    html.Div(
+                        [html.Span("Dyck, shots"), *presets],
+                        className="live-presets",
+                        role="group",
+                        **{"aria-label": "Dyck prompts by number of shots"},
+                    )
+                    if presets
+                    else None,
+                    html.Span(f"up to {live.limit:,} tokens, BOS counted", className="live-limit"),
+                ],
+                className="live-bar",
+            ),
+            html.Div(
+                [
+                    html.Progress(id="live-progress", max="1", value="0", hidden=True, **{"aria-label": "Progress"}),
+                    html.Span(summary(run) if run else "", id="live-status", role="status"),
+                ],
+                className="live-status",
+            ),
+            dcc.Store(id="live-tab", storage_type="session"),
+            dcc.Store(id="live-active", storage_type="session"),
+            dcc.Store(id="live-go"),
+            dcc.Store(id="live-went"),
+            dcc.Interval(id="live-tick", interval=_TICK_MS, disabled=True),
+        ],
+        wide=True,
+        key="prompt",
+    )
+
+
+def summary(run: LiveRun) -> str:
+    """Size, time and the model's own continuation of a run."""
+    _, text, probability = run.next_tokens(n=1)[0]
+    return f"{len(run)} tokens in {run.seconds:.2f} s; next “{visible(text)}” at {probability:.3f}."
+
+
+def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[tuple[int, int]]) -> html.Section:
+    """The prompt's tokens, each a link that chooses it, coloured by how many experts change between the visits."""
+    kept, k = run.experts_kept(chosen.layer, chosen.visits), run.experts.shape[-1]
+    marked = {at for start, stop in answers for at in range(start, stop)}
+    links = []
+    for at, text in enumerate(run.texts):
+        current: Any = {"aria-current": "true"} if at == chosen.at else {}
+        said = f"keeps {kept[at]} of {k} experts" if kept is not None else "one visit"
+        shown = visible(text)
+        links.append(
+            html.A(
+                shown,
+                href=view.href(at=at),
+                className="token up" + (" live-mark" if at in marked else "") + (" line-end" if "\n" in text else ""),
+                style={"--strength": f"{0 if kept is None else 0.8 * (1 - kept[at] / k):.3f}"},
+                title=f"token {at}: {said}",
+                **current,
+                **{"aria-label": f"token {at} {shown}, {said}"},
+            )
+        )
+    if kept is None:
+        note = f"Layer {chosen.layer} has one visit, so no experts change."
+    else:
+        a, b = chosen.visits or (1, 1)
+        chance = k * k / run.model["config"]["num_experts"]
+        note = (
+            f"Colour: experts that change from visit {a} to visit {b} of layer {chosen.layer}. On average {kept.mean():.2f} of {k} "
+            f"are kept; uniform chance keeps {chance:.2f}."
+        )
+    if marked:
+        note += " Underlined: answers of the demonstrations."
+    ends = (("all kept", "0"), ("none kept", "0.8")) if kept is not None else ()
+    legend = html.Div(
+        [html.Span(word, className="token up", style={"--strength": strength}) for word, strength in ends],
+        className="legend",
+        **{"aria-hidden": "true"},
+    )
+    return card(
+        "Tokens",
+        [
+            html.Div(_pickers(run, chosen), className="live-pick"),
+            html.Div(links, className="text live-text", **{"data-arrows": "true"}),
+            html.Div([html.P(note), legend], className="caption split"),
+        ],
+        wide=True,
+        key="tokens",
+    )
+
+
+def _pickers(run: LiveRun, chosen: LiveChoice) -> list[Any]:
+    plan = run.plan
+    most = plan.visits[chosen.layer]
+    pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
+    layers = [(str(n), f"{n}" if plan.visits[n] > 1 else f"{n} (one visit)") for n in sorted(plan.visits)]
+    found = [
+        selector("layer", "layer", layers, str(chosen.layer)),
+        selector("head", "head", [(str(n), str(n)) for n in range(run.heads)], str(chosen.head)),
+    ]
+    if len(pairs) > 1 and chosen.visits:
+        a, b = chosen.visits
+        found.insert(1, selector("visits", "visits", [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs], f"{a}-{b}"))
+    return found
+
+
+def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
+    """One token's experts: kept, dropped and new, with their gates."""
+    changes = run.expert_changes(chosen.layer, chosen.at, chosen.visits)
+    most = _most(changes)
+    counts = {status: sum(c.status == status for c in changes) for status in ("kept", "dropped", "new")}
+    rows = [
+        {
+            "expert": str(c.expert),
+            "change": _status(c.status),
+            "earlier": _bar(c.earlier, 1, most),
+            "later": _bar(c.later, 2, most),
+        }
+        for c in changes
+    ]
+    columns, said = _columns(("expert", "expert"), "gate at visit", chosen)
+    k = run.experts.shape[-1]
+    line = f"{counts['kept']} of {k} kept, {counts['dropped']} dropped, {counts['new']} new." if chosen.visits else said
+    return card(
+        f"Experts of token {chosen.at} “{visible(run.texts[chosen.at])}”",
+        [
+            html.P(line, className="figure-line"),
+            table(columns, rows, f"Experts in layer {chosen.layer}, with their gates."),
+        ],
+        key="experts",
+    )
+
+
+def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
+    """One query's 8 highest-weighted keys at either visit: kept, lost and gained."""
+    changes = run.top_keys(chosen.layer, chosen.head, chosen.at, chosen.visits)
+    most = _most(changes)
+    rows = [
+        {
+            "key": html.A(f"{c.position} “{visible(c.text)}”", href=view.href(at=c.position)),
+            "change": _status(c.status),
+            "earlier": _bar(c.earlier, 1, most),
+            "later": _bar(c.later, 2, most),
+        }
+        for c in changes
+    ]
+    columns, said = _columns(("key", "key"), "weight at visit", chosen)
+    counts = {status: sum(c.status == status for c in changes) for status in ("kept", "lost", "gained")}
+    line = f"Of the 8 highest, {counts['lost']} lost and {counts['gained']} gained." if chosen.visits else said
+    return card(
+        f"Keys of token {chosen.at} “{visible(run.texts[chosen.at])}”",
+        [
+            html.P(line, className="figure-line"),
+            table(columns, rows, f"The highest-weighted keys in layer {chosen.layer}, head {chosen.head}."),
+        ],
+        key="keys",
+    )
+
+
+def _most(changes: Iterable[ExpertChange] | Iterable[KeyChange]) -> float:
+    return max(value for c in changes for value in (c.earlier, c.later) if value is not None)
+
+
+def _columns(first: tuple[str, str], what: str, chosen: LiveChoice) -> tuple[list[tuple[str, str]], str]:
+    if chosen.visits is None:
+        return [first, ("earlier", what.removesuffix(" at visit"))], f"Layer {chosen.layer} has one visit."
+    a, b = chosen.visits
+    return [first, ("change", "change"), ("earlier", f"{what} {a}"), ("later", f"{what} {b}")], ""
+
+
+def output_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
+    """What would follow the chosen token."""
+    follows = int(run.tokens[chosen.at + 1]) if chosen.at + 1 < len(run) else None
+    rows = [
+        {
+            "token": html.Span([f"“{visible(text)}”", _note("follows here") if token == follows else None]),
+            "probability": _bar(p, 1),
+        }
+        for token, text, p in run.next_tokens(chosen.at)
+    ]
+    line = "The model's distribution after it."
+    if follows is not None:
+        nats = float(run.log_probs(chosen.at)[follows])
+        line = f"In the prompt “{visible(run.text_of(follows))}” follows, at {nats:.3f} nats.".replace("-", "−")
+    return card(
+        f"After token {chosen.at} “{visible(run.texts[chosen.at])}”",
+        [
+            html.P(line, className="figure-line"),
+            table([("token", "next token"), ("probability", "probability")], rows, "The 8 most likely next tokens."),
+        ],
+        key="output",
+    )
+
+
+def lens_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
+    """What each step would say after the chosen token, straight and through the layers after the loop."""
+    straight = run.readout(chosen.at)
+    coda = {(r.layer, r.visit): r for r in run.readout(chosen.at, coda=True)} if run.coda_lens is not None else {}
+    rows = []
+    for row in straight:
+        other = coda.get((row.layer, row.visit))
+        rows.append(
+            {
+                "step": f"{row.layer}·{row.visit}",
+                "top": _top(row.top),
+                "entropy": row.entropy,
+                "kl": row.kl,
+                "coda": _top(other.top) if other else None,
+                "coda_kl": other.kl if other else None,
+            }
+        )
+    columns = [("step", "step"), ("top", "logit lens says"), ("entropy", "entropy"), ("kl", "KL")]
+    if coda:
+        columns += [("coda", "coda lens says"), ("coda_kl", "KL")]
+    note = "A step is layer·visit. KL(final || lens) and entropy in nats; the coda lens runs the layers after the loop first."
+    return card(
+        f"After token {chosen.at} “{visible(run.texts[chosen.at])}”, step by step",
+        [table(columns, rows, note)],
+        wide=True,
+        key="lens-table",
+    )
+
+
+def _top(top: Sequence[tuple[str, float]]) -> html.Span:
+    return html.Span([html.Span(f"“{visible(text)}” {p:.2f}", className="live-top") for text, p in top[:3]])
+
+
+def silence_card(
+    view: View, run: LiveRun, chosen: LiveChoice, ablation: HeadAblation | None, said: str
+) -> html.Section:
+    """Silences the chosen head, at one visit or all, and shows what changes after the chosen token."""
+    choices = visit_choices(run.plan, chosen.layer)
+    whens = [("-".join(map(str, c)), _when(c, len(choices))) for c in choices]
+    targets = [(str(token), f"“{visible(text)}” ({p:.3f})") for token, text, p in run.next_tokens(chosen.at)]
+    if str(chosen.target) not in dict(targets):
+        p = float(run.log_probs(chosen.at)[chosen.target])
+        targets.append((str(chosen.target), f"“{visible(run.text_of(chosen.target))}” ({2.718281828459045**p:.2g})"))
+    form = [
+        selector("at", "when", whens, "-".join(map(str, chosen.when))),
+        selector("by", "kind", [(kind, said_) for kind, said_ in KINDS.items()], chosen.kind),
+        selector("target", "target", targets, str(chosen.target)),
+    ]
+    buttons = [
+        _do("silence", f"Silence layer {chosen.layer}, head {chosen.head}", "Silence this head", primary=True),
+        _do("scan", "Every head in turn", "Silence every head in turn"),
+    ]
+    if ablation is not None:
+        result = _ablation(ablation, chosen)
+    else:
+        result = [
+            html.P(
+                said or "The head's output (PV, before W_O) is taken away; the rest of the prompt runs as it was.",
+                className="hint",
+            )
+        ]
+    return card(
+        "Silence a head",
+        [html.Div(form, className="live-form"), html.Div(buttons, className="live-bar"), *result],
+        key="silence",
+    )
+
+
+def _when(visits: tuple[int, ...], choices: int) -> str:
+    if choices == 1:
+        return "its one visit"
+    return (
+        f"visit {visits[0]}" if len(visits) == 1 else "both visits" if len(visits) == 2 else f"all {len(visits)} visits"
+    )
+
+
+def _ablation(ablation: HeadAblation, chosen: LiveChoice) -> list[Any]:
+    where = place_label(ablation.layer, ablation.visits, ablation.run.plan.visits[ablation.layer])
+    change = f"{ablation.log_prob_change(chosen.at, chosen.target):+.4f}".replace("-", "−")
+    target = visible(ablation.run.text_of(chosen.target))
+    rows = [
+        {
+            "token": f"“{visible(c.text)}”",
+            "before": _bar(c.before, 1),
+            "after": _bar(c.after, 2),
+            "change": f"{c.after - c.before:+.4f}".replace("-", "−"),
+        }
+        for c in ablation.changes(chosen.at, n=6)
+    ]
+    columns = [("token", "next token"), ("before", "as it was"), ("after", "silenced"), ("change", "change")]
+    return [
+        html.P(
+            [
+                html.B(f"{where}, head {ablation.head}, {KINDS[ablation.kind]}: "),
+                f"log P(“{target}”) {change} nats, KL {ablation.kl(chosen.at):.4f} nats after token {chosen.at}.",
+            ],
+            className="figure-line",
+        ),
+        table(columns, rows, "The next-token distribution, before and after."),
+    ]
+
+
+def _do(what: str, text: str, label: str, *, primary: bool = False, hidden: bool = False) -> html.Button:
+    """A button of the page's one callback."""
+    return html.Button(
+        text,
+        id={"type": "live-do", "what": what},
+        type="button",
+        className="primary" if primary else "live-button",
+        title=label,
+        hidden=hidden,
+    )
+
+
+def _status(status: str) -> html.Span:
+    return html.Span(status, className=_STATUS_BADGES[status])
+
+
+def _note(text: str) -> html.Span:
+    return html.Span(text, className="badge muted live-note")
+
+
+def _bar(value: float | None, look: int, most: float = 1.0) -> Any:
+    """A share as digits on a bar of its length, `most` being the longest."""
+    if value is None:
+        return None
+    share = min(max(value / (most or 1.0), 0.0), 1.0)
+    return html.Span(digits(value), className=f"live-bar-cell look-{look}", style={"--share": f"{share:.3f}"})
+
+
+def visible(text: str) -> str:
+    """Spaces and line ends as signs, so that a token's edges show."""
+    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")

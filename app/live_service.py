@@ -1,0 +1,100 @@
+"""LiveService: the dashboard's model, loaded at its first run, and the queue in which it runs. Torch comes with the model.
+
+Ids of jobs stand in URLs, so what they lead to is looked up by kind: a probe's run, a head's ablation, a scan of heads.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from visitlens.app.jobs import JobQueue, OnProgress
+from visitlens.kernels.errors import InputError
+from visitlens.probe.live_ablation import HeadAblation, HeadScan
+from visitlens.probe.live_prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
+from visitlens.probe.live_run import LiveRun
+
+if TYPE_CHECKING:
+    from visitlens.probe.live import LiveModel
+
+Result = TypeVar("Result", LiveRun, HeadAblation, HeadScan)
+_NAMES = {LiveRun: "run of a prompt", HeadAblation: "silenced head", HeadScan: "scan of heads"}
+_log = logging.getLogger(__name__)
+
+
+class LiveService:
+    """One a dashboard. `limit` is the most tokens of a prompt, BOS included."""
+
+    def __init__(self, checkpoint: Path, jobs: JobQueue | None = None, limit: int = TOKEN_LIMIT) -> None:
+        self.checkpoint, self.limit = checkpoint, limit
+        self.jobs = jobs or JobQueue()
+        self._model: LiveModel | None = None
+
+    @property
+    def most_characters(self) -> int:
+        """Of a prompt that is looked at at all."""
+        return self.limit * CHARACTERS_PER_TOKEN
+
+    @cached_property
+    def presets(self) -> tuple[DyckPreset, ...]:
+        """Dyck prompts, without loading the model; none where its tokenizer isn't there or merges brackets."""
+        try:
+            from tokenizers import Tokenizer
+
+            return dyck_presets(Tokenizer.from_file(str(self.checkpoint / "tokenizer.json")))
+        except Exception:  # tokenizers raises bare Exception; the first run says what is wrong with the checkpoint
+            _log.info("no Dyck presets from %s", self.checkpoint, exc_info=True)
+            return ()
+
+    def probe(self, tab: str, prompt: str) -> str:
+        """The id of a job that runs a prompt.
+
+        Raises:
+            InputError: an empty prompt, or one that is too long to be looked at.
+            QueueFullError: too many jobs wait.
+        """
+        if not prompt:
+            raise InputError("the prompt is empty: type or paste some text")
+        if len(prompt) > self.most_characters:
+            raise InputError(
+                f"the prompt has more than {self.most_characters:,} characters; at most {self.limit:,} tokens are run "
+                f"(about {4 * self.limit:,} characters of English): paste a part of it"
+            )
+        return self.jobs.submit(tab, lambda on_progress: self._loaded().run(prompt, on_progress=on_progress))
+
+    def ablate(self, tab: str, run: LiveRun, layer: int, head: int, visits: tuple[int, ...], kind: str) -> str:
+        """The id of a job that silences a head. Raises QueueFullError: too many jobs wait."""
+
+        def work(on_progress: OnProgress) -> HeadAblation:
+            return self._loaded().ablate(run, layer, head, visits, kind, on_progress=on_progress)
+
+        return self.jobs.submit(tab, work)
+
+    def scan(self, tab: str, run: LiveRun, position: int, target: int | None, kind: str) -> str:
+        """The id of a job that silences every head in turn. Raises QueueFullError: too many jobs wait."""
+
+        def work(on_progress: OnProgress) -> HeadScan:
+            return self._loaded().scan(run, position=position, target=target, kind=kind, on_progress=on_progress)
+
+        return self.jobs.submit(tab, work)
+
+    def find(self, id_: str, kind: type[Result]) -> Result:
+        """A job's result.
+
+        Raises:
+            InputError: it is no longer kept, isn't done, failed, or is of another kind.
+        """
+        result = self.jobs.result(id_)
+        if not isinstance(result, kind):
+            raise InputError(f"the link's job is no {_NAMES[kind]}")
+        return result
+
+    def _loaded(self) -> LiveModel:
+        """Only called by jobs, which run one at a time."""
+        if self._model is None:
+            from visitlens.probe.live import LiveModel
+
+            self._model = LiveModel.load(self.checkpoint, limit=self.limit)
+        return self._model

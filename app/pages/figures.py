@@ -1,0 +1,16 @@
+"""Figures: the gallery of the paper's figures and whatever else is registered, for this run and its partner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from visitlens.app.context import View
+from visitlens.app.figures import gallery
+
+PATH, TITLE, ORDER = "/figures", "Figures", 41
+NEEDS = ("recording",)
+CONTROLS = ("other",)
+
+
+def layout(view: View) -> list[Any]:
+    return gallery(view)

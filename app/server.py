@@ -1,0 +1,254 @@
+"""The dashboard's server: Dash behind a guard (host, access, content policy), one process with threads. No torch."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dash import ClientsideFunction, Dash, Input, Output, State, no_update
+from flask import Flask, Response, jsonify, redirect, request
+
+from visitlens import __version__
+from visitlens.app import export, layout
+from visitlens.app.context import Context, view_of
+from visitlens.app.pages import pages
+from visitlens.kernels.errors import InputError
+
+_LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+_ASSETS = Path(__file__).with_name("assets")
+_COOKIE = "visitlens_access"
+_MOST_BYTES = 2_000_000
+_THREADS = 8
+_INDEX = """<!DOCTYPE html>
+<html lang="en">
+<head>
+{%metas%}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="same-origin">
+<link rel="icon" href="data:,">
+<title>visitlens</title>
+{%css%}
+</head>
+<body>
+<!--[if IE]><script></script><![endif]-->
+{%app_entry%}
+<dialog id="palette" aria-label="Go to"><input id="palette-query" type="search" role="combobox" aria-expanded="true"
+ aria-controls="palette-list" aria-label="Search pages, recordings, layers and measures" placeholder="Page, recording, layer, measure …" autocomplete="off" spellcheck="false">
+<ul id="palette-list" role="listbox" aria-label="Results"></ul></dialog>
+<footer>
+{%config%}
+{%scripts%}
+{%renderer%}
+</footer>
+</body>
+</html>"""
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may look. `token` is asked for once and kept in a cookie; `hosts` are Host headers beyond the loopback's."""
+
+    host: str = "127.0.0.1"
+    token: str = ""
+    hosts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not self.local and not self.token:
+            raise InputError(
+                f"--host {self.host} lets other machines in: set --token SECRET (or --token auto), or stay on 127.0.0.1"
+            )
+
+    @property
+    def local(self) -> bool:
+        return self.host in _LOCAL
+
+    @property
+    def trusted(self) -> list[str]:
+        names = [*_LOCAL, *self.hosts]
+        if not self.local:
+            names += [self.host, socket.gethostname(), socket.getfqdn()]
+        return sorted({name for name in names if name not in ("0.0.0.0", "::")})
+
+
+def build(context: Context, access: Access | None = None) -> Dash:
+    """The Dash app, ready to serve; `app.server` is its Flask app."""
+    access = access or Access()
+    server = Flask("visitlens")
+    server.config.update(TRUSTED_HOSTS=access.trusted, MAX_CONTENT_LENGTH=_MOST_BYTES)
+    app = Dash(
+        "visitlens",
+        server=server,
+        title="visitlens",
+        update_title="",
+        assets_folder=str(_ASSETS),
+        requests_pathname_prefix=context.prefix,
+        routes_pathname_prefix="/",
+        serve_locally=True,
+        suppress_callback_exceptions=True,
+        index_string=_INDEX,
+        enable_mcp=False,
+        eager_loading=False,
+    )
+    app.layout = layout.frame(context)
+    _guard(app, server, access, context)
+    _routes(server, context)
+    _callbacks(app, context)
+    for page in pages():
+        if register := getattr(page, "callbacks", None):
+            register(app, context)
+    return app
+
+
+def serve(
+    app: Dash, context: Context, host: str, port: int, on_ready: Callable[[int], None] = lambda port: None
+) -> None:
+    """Serves until interrupted; port 0 takes a free one. One process with threads: models and files live in it.
+
+    Raises:
+        InputError: the port is taken.
+    """
+    from waitress.server import create_server
+
+    try:
+        server: Any = create_server(
+            behind_prefix(app.server, context.prefix),
+            host=host,
+            port=port,
+            threads=_THREADS,
+            ident=None,
+            clear_untrusted_proxy_headers=True,
+        )
+    except OSError as error:
+        raise InputError(
+            f"port {port} of {host} can't be used ({error.strerror or error}); choose another with --port, or 0 for any"
+        ) from error
+    on_ready(int(server.effective_port))
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+def behind_prefix(application: Any, prefix: str) -> Callable[..., Any]:
+    """The same application whether a proxy takes the prefix off a path or leaves it there."""
+    stem = prefix.rstrip("/")
+
+    def wrapped(environ: dict[str, Any], start_response: Any) -> Any:
+        path = environ.get("PATH_INFO", "/")
+        if stem and (path == stem or path.startswith(stem + "/")):
+            environ["PATH_INFO"] = path[len(stem) :] or "/"
+        return application(environ, start_response)
+
+    return wrapped
+
+
+def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
+    policy: list[str] = []
+
+    @server.before_request
+    def _ask() -> Any:
+        if not access.token or request.path == "/health":
+            return None
+        given = request.args.get("access") or (request.form.get("access") if request.method == "POST" else None)
+        if given is not None:
+            if not hmac.compare_digest(given.encode(), access.token.encode()):
+                return _login("That is not it.")
+            response = redirect(context.prefix)
+            response.set_cookie(_COOKIE, access.token, httponly=True, samesite="Strict", path=context.prefix)
+            return response
+        kept = request.cookies.get(_COOKIE, "")
+        return None if hmac.compare_digest(kept.encode(), access.token.encode()) else _login("")
+
+    @server.after_request
+    def _headers(response: Response) -> Response:
+        if not policy:  # the renderer's inline script is known at the first request, not before
+            policy.append(
+                f"default-src 'none'; script-src 'self' {' '.join(app.csp_hashes())}; style-src 'self' 'unsafe-inline'; "
+                "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+                "form-action 'self'; frame-ancestors 'self'; worker-src blob:"
+            )
+        response.headers.setdefault("Content-Security-Policy", policy[0])
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Referrer-Policy"] = "same-origin"
+        response.headers["Cross-Origin-Opener-Policy"] = "same-origin"
+        return response
+
+
+def _login(said: str) -> Response:
+    """The page that asks for the token."""
+    page = f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>visitlens</title></head><body>
+<main><h1>visitlens</h1><form method="post" action=""><p>{said}</p><label>Access token <input type="password" name="access"
+ autocomplete="current-password" required autofocus></label> <button>Open</button></form></main></body></html>"""
+    return Response(page, status=401, mimetype="text/html")
+
+
+def _routes(server: Flask, context: Context) -> None:
+    @server.get("/health")
+    def _health() -> Response:
+        return jsonify(status="ok", version=__version__, recordings=len(context.registry.ids()))
+
+    @server.get("/export/<page>/<key>.<format_>")
+    def _export(page: str, key: str, format_: str) -> Response:
+        return export.panel_file(context, page, key, format_, request.query_string.decode("utf-8", "replace"))
+
+    @server.get("/snapshot/<page>.html")
+    def _snapshot(page: str) -> Response:
+        return export.snapshot(context, page, request.query_string.decode("utf-8", "replace"))
+
+
+def _callbacks(app: Dash, context: Context) -> None:
+    app.clientside_callback(
+        ClientsideFunction("visitlens", "request"),
+        Output("request", "data"),
+        Input("url", "href"),
+        Input("theme", "n_clicks"),
+        Input("seen", "data"),
+    )
+    app.clientside_callback(
+        ClientsideFunction("visitlens", "shown"),
+        Output("announce", "data-shown"),
+        Input("main", "children"),
+        State("title", "data"),
+        State("palette-entries", "data"),
+    )
+
+    @app.callback(
+        Output("navigation", "children"),
+        Output("bar", "children"),
+        Output("main", "children"),
+        Output("palette-entries", "data"),
+        Output("title", "data"),
+        Output("watch", "disabled"),
+        Output("main", "data-version"),
+        Input("request", "data"),
+        prevent_initial_call=True,
+    )
+    def _page(asked: dict[str, str]) -> tuple[Any, ...]:
+        page = layout.render(context, str(asked.get("href", "")), str(asked.get("theme", "light")))
+        return page.navigation, page.bar, page.content, page.palette, page.title, not page.growing, page.version
+
+    @app.callback(
+        Output("seen", "data"),
+        Input("watch", "n_intervals"),
+        State("request", "data"),
+        State("main", "data-version"),
+        prevent_initial_call=True,
+    )
+    def _watch(_: int, asked: dict[str, str] | None, shown: str | None) -> Any:
+        if not asked:
+            return no_update
+        from urllib.parse import urlsplit
+
+        now = layout.version(view_of(context, "/", urlsplit(asked["href"]).query))
+        return no_update if now == shown else {"version": now}
+
+
+def make_token() -> str:
+    """For `--token auto`."""
+    return secrets.token_urlsafe(18)

@@ -1,0 +1,81 @@
+"""Token ids as text: by the tokenizer of a checkpoint that fits the recording, else as numbers. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visitlens.probe.bundled import PAIR
+from visitlens.probe.opened import RecordedRun
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TokenTexts:
+    """Of the given checkpoint, and of the bundled models for recordings of them."""
+
+    def __init__(self, checkpoint: Path | None = None) -> None:
+        folders = ([checkpoint] if checkpoint else []) + list(PAIR.values())
+        self._sources = [_Source(folder) for folder in folders]
+        self._given = checkpoint
+
+    def of(self, run: RecordedRun) -> Tokenizer | None:
+        """The tokenizer of the run's own weights; else the given checkpoint's, if the vocabularies have one size."""
+        weights = run.provenance["weights_sha256"]
+        for source in self._sources:
+            if source.vocabulary == run.recording.config.get("vocab_size") and (
+                source.folder == self._given or source.weights == weights
+            ):
+                return source.tokenizer
+        return None
+
+    def texts(self, run: RecordedRun, ids: Iterable[int]) -> list[str]:
+        """One text a token, spaces as they are; `#17` where no tokenizer fits, `<bos>` and the like by name."""
+        tokenizer = self.of(run)
+        if tokenizer is None:
+            return [f"#{int(i)}" for i in ids]
+        found = []
+        for i in map(int, ids):
+            text = tokenizer.decode([i], skip_special_tokens=False)
+            found.append(text if text and "\ufffd" not in text else tokenizer.id_to_token(i) or f"#{i}")
+        return found
+
+
+class _Source:
+    """A checkpoint folder; its files are read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def vocabulary(self) -> int | None:
+        config = self._json("config.json")
+        return config.get("vocab_size") if isinstance(config, dict) else None
+
+    @cached_property
+    def weights(self) -> str:
+        try:
+            with (self.folder / "model.safetensors").open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return ""
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        try:
+            from tokenizers import Tokenizer
+
+            return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        except Exception:  # not installed, no file, or a bare Exception of tokenizers: numbers are shown instead
+            return None
+
+    def _json(self, name: str) -> Any:
+        try:
+            return json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None

@@ -1,0 +1,56 @@
+"""adapt: the adapter that fits a model, found by its `model_type` among the files of this folder."""
+
+from __future__ import annotations
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from visitlens.hooks import adapters as _folder
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.family import Family
+from visitlens.kernels.errors import InputError
+
+
+@cache
+def families() -> dict[str, type[Family]]:
+    """Model type -> its family, over every file of this folder."""
+    for module in pkgutil.iter_modules(_folder.__path__):
+        import_module(f"{_folder.__name__}.{module.name}")
+    found: dict[str, type[Family]] = {}
+    waiting = [Family]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            waiting.append(cls)
+            if "model_types" in cls.__dict__:
+                found.update(dict.fromkeys(cls.model_types, cls))
+    return found
+
+
+def adapt(model: nn.Module, family: Family | None = None, **options: Any) -> AdaptedModel:
+    """A model as visitlens reads it. `options` go to the family, for example `steps=8` where loops are counted at run time.
+
+    Raises:
+        InputError: no adapter knows this kind of model, or an option that its family doesn't take.
+    """
+    if family is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        known = families()
+        if kind not in known:
+            raise InputError(
+                f"no adapter for model type {kind!r}; there are {', '.join(sorted(known))}. `visitlens inspect` shows how the "
+                "model runs its layers, docs/adapters.md how to write an adapter: then adapt(model, YourFamily())"
+            )
+        takes = list(signature(known[kind]).parameters)
+        if unknown := [name for name in options if name not in takes]:
+            raise InputError(f"{kind} takes no option {unknown[0]!r}; it takes {', '.join(takes) or 'none'}")
+        family = known[kind](**options)
+    elif options:
+        raise InputError(
+            f"options {', '.join(options)} belong to the family: give them to {type(family).__name__}(...)"
+        )
+    return AdaptedModel(model, family)

@@ -1,0 +1,149 @@
+"""Family: what a model family's adapter states. One file of this folder holds one family or a group that shares its shape.
+
+An adapter is declarative. It says where the physical layers are (by Parameter identity: modules that are tied are one
+layer), in which order one forward runs them, and which module's input or output is which site. It never edits the
+model's code; see docs/adapters.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+
+from visitlens.hooks.instrumented import ModelFacts
+
+
+@dataclass(frozen=True)
+class Read:
+    """A site is the input or output of a module below the layer ("" is the layer itself). `item` picks from several
+    arguments (a position or a keyword) or from a tuple of outputs; `names` are keywords under which an input may come."""
+
+    site: str
+    module: str
+    end: Literal["input", "output"] = "output"
+    item: int = 0
+    name: str = "hidden_states"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One physical layer. `modules` are the paths, below the body, that run it; several where modules are tied.
+
+    `attention` is the path below the module that calls the attention function, None where the layer has none.
+    """
+
+    modules: tuple[str, ...]
+    reads: tuple[Read, ...]
+    attention: str | None = "self_attn"
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """`layers` by physical layer; `order` is the physical layer of each step of one forward.
+
+    `missing`, `absent`, `notes`: as in `ModelFacts`.
+    """
+
+    layers: tuple[Layer, ...]
+    order: tuple[int, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Family(ABC):
+    """One model family; being in this folder is being registered."""
+
+    model_types: ClassVar[tuple[str, ...]]
+    """Values of `config.model_type` that it fits."""
+    attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
+    call: ClassVar[Mapping[str, Any]] = {"use_cache": False}
+    """Arguments of every forward beside the token ids."""
+
+    @abstractmethod
+    def anatomy(self, model: nn.Module) -> Anatomy: ...
+
+    def body(self, model: Any) -> nn.Module:
+        """The module whose forward runs every step once, without the head."""
+        return model.base_model
+
+    def text_config(self, model: Any) -> Any:
+        config = model.config
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def sizes(self, model: nn.Module) -> dict[str, Any]:
+        """The fields of `ModelFacts` that sizes make up; a family overrides what its configuration names otherwise."""
+        config = self.text_config(model)
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        bos = _first(config.bos_token_id, config.eos_token_id, config.pad_token_id)
+        return {
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "num_heads": heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": head_dim,
+            "value_dim": head_dim,
+            "context_length": getattr(config, "max_position_embeddings", 1024),
+            "bos_token_id": bos,
+            "eos_token_id": _first(config.eos_token_id, bos),
+            "pad_token_id": _first(config.pad_token_id, config.eos_token_id, bos),
+        }
+
+    def start(self, model: nn.Module, tokens: Any) -> dict[str, Any]:
+        """Further arguments of one forward over `tokens`, for example a seeded initial state."""
+        return {}
+
+    def facts(self, model: nn.Module, anatomy: Anatomy) -> ModelFacts:
+        return ModelFacts(
+            family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]
+            num_layers=len(anatomy.layers),
+            missing=anatomy.missing,
+            absent=anatomy.absent,
+            notes=anatomy.notes,
+            layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
+            **self.sizes(model),
+        )
+
+
+def _first(*ids: Any) -> int:
+    """The first token id there is, of lists their first; 0 where there is none."""
+    for value in ids:
+        value = value[0] if isinstance(value, list) else value
+        if value is not None:
+            return int(value)
+    return 0
+
+
+NO_ROUTER = "its feed-forward layers are dense, there is no router"
+
+
+def pre_norm_reads(
+    *,
+    attention: str = "self_attn",
+    norm: str = "input_layernorm",
+    mlp: str = "mlp",
+    mlp_norm: str = "post_attention_layernorm",
+    router: str | None = None,
+    experts: str | None = None,
+    attn_write: str | None = None,
+    mlp_write: str | None = None,
+) -> tuple[Read, ...]:
+    """The sites of `x + Attn(norm(x))`, then `x + MLP(norm(x))`. A router's first output is its logits over all experts;
+    the experts take (hidden states, expert ids, gates): what is used, after bias, grouping and scaling."""
+    reads = [
+        Read("resid", "", "input"),
+        Read("X", norm),
+        Read("attn_write", attn_write or attention),
+        Read("moe_in", mlp_norm),
+        Read("moe_write", mlp_write or mlp),
+    ]
+    if router is not None and experts is not None:
+        reads.append(Read("router", f"{mlp}.{router}"))
+        reads.append(Read("experts", f"{mlp}.{experts}", "input", 1, "top_k_index"))
+        reads.append(Read("gates", f"{mlp}.{experts}", "input", 2, "top_k_weights"))
+    return tuple(reads)

@@ -1,0 +1,193 @@
+"""StepObserver: the hooks of one capture of an adapted model. It follows the plan and stores each site at its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from visitlens.hooks.adapters.attention_calls import AttentionCall
+from visitlens.hooks.adapters.family import Read
+from visitlens.hooks.attention_rule import AttentionRule
+from visitlens.hooks.capture import Captured
+from visitlens.hooks.sites import SITES
+from visitlens.hooks.visit_clock import VisitClock
+from visitlens.kernels.errors import InputError
+
+if TYPE_CHECKING:
+    from visitlens.hooks.adapters.adapted import AdaptedModel
+
+_ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
+
+
+class StepObserver:
+    def __init__(self, adapted: AdaptedModel, captured: Captured) -> None:
+        self.adapted, self.captured = adapted, captured
+        self.clock = VisitClock(adapted.plan)
+        self.step: int | None = None
+        self.shape = (0, 0)  # (batch, positions) of the forward at work
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        body = self.adapted.body
+        self._handles.append(body.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._handles.append(body.register_forward_hook(self._end))
+        for number, layer in enumerate(self.adapted.anatomy.layers):
+            for path in layer.modules:
+                module = self._module(path)
+                # The layer's own hooks come first: reads of its input need the step.
+                enter = partial(self._enter, layer=number)
+                self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                for read in layer.reads:
+                    if read.site in self.captured.sites:
+                        self._watch(self._module(path, read.module), read)
+                self._handles.append(module.register_forward_hook(self._leave))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def attention_observers(self) -> dict[nn.Module, Callable[[AttentionCall], None]]:
+        """By the module that calls attention; none where no site of attention is wanted."""
+        if not set(_ATTENTION_SITES) & set(self.captured.sites):
+            return {}
+        return {
+            self._module(path, layer.attention): self._attention
+            for layer in self.adapted.anatomy.layers
+            if layer.attention is not None
+            for path in layer.modules
+        }
+
+    def _module(self, *paths: str) -> nn.Module:
+        path = ".".join(p for p in paths if p)
+        try:
+            return self.adapted.body.get_submodule(path)
+        except AttributeError as error:
+            raise InputError(
+                f"the adapter for {self.adapted.config.family} doesn't fit this model: no module {path!r} ({error})"
+            ) from error
+
+    def _watch(self, module: nn.Module, read: Read) -> None:
+        if read.end == "output":
+
+            def output(_: Any, __: Any, result: Any) -> None:
+                value = result[read.item] if isinstance(result, tuple) else result
+                self._store(read.site, value)
+
+            self._handles.append(module.register_forward_hook(output))
+            return
+
+        def entry(_: Any, args: tuple, kwargs: dict) -> None:
+            self._store(read.site, args[read.item] if read.item < len(args) else kwargs[read.name])
+
+        self._handles.append(module.register_forward_pre_hook(entry, with_kwargs=True))
+
+    def _begin(self, _: Any, args: tuple, kwargs: dict) -> None:
+        if _recomputing():
+            return
+        self.clock, self.step = VisitClock(self.adapted.plan), None  # the last forward may have ended in an error
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.shape[-1] > 1 and bool((positions.diff(dim=-1) <= 0).any()):
+            raise InputError(
+                "position ids restart inside a sequence: packed documents leak into each other in several families. Call the "
+                "adapted model with token ids and segment ids, which runs each document alone"
+            )
+        part = self.adapted.part
+        if part is None or part.first:
+            self.captured.clear()
+
+    def _end(self, *_: Any) -> None:
+        if not _recomputing():
+            self.clock.finish()
+
+    def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int) -> None:
+        if _recomputing():
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.shape = tuple(hidden.shape[:2])
+        self.step = self.clock.enter(layer).index
+
+    def _leave(self, *_: Any) -> None:
+        self.step = None
+
+    def _attention(self, call: AttentionCall) -> None:
+        if self.step is None:
+            return
+        options, wanted, new = call.options, self.captured.sites, call.q.shape[2]
+        causal = options.get("is_causal")
+        if causal is None:
+            causal = getattr(self._running_module(), "is_causal", True)
+        scale = options.get("scaling")
+        # A bias per query and key, sinks per query or a soft cap: Q and K alone don't give the rows.
+        sinks = options.get("s_aux")
+        from_map = any(options.get(name) is not None for name in ("position_bias", "sinks", "softcap"))
+        rule = AttentionRule(
+            scale=float(call.q.shape[-1] ** -0.5 if scale is None else scale),
+            window=options.get("sliding_window"),
+            causal=bool(causal),
+            sinks=None if sinks is None else sinks.detach(),
+            from_map=from_map,
+        )
+        self.captured.rules[self.step] = rule
+        per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
+        per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
+        for site, value in per_token.items():
+            if site in wanted:
+                self._store(site, value)
+        if "P" in wanted or (from_map and {"Q", "K"} <= set(wanted)):
+            self._store("P", self._pattern(call, rule))
+
+    def _running_module(self) -> nn.Module:
+        layer = self.adapted.anatomy.layers[self.adapted.plan.steps[self.step or 0].layer]
+        return self._module(layer.modules[0], str(layer.attention))
+
+    def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
+        if call.weights is not None:
+            return call.weights
+        if rule.from_map or call.k.shape[2] != call.q.shape[2]:
+            raise InputError(
+                f"{self.adapted.config.family} doesn't give its attention weights in this setting; "
+                'load it with attn_implementation="eager" to read site P'
+            )
+        return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
+
+    def _store(self, site: str, value: Tensor) -> None:
+        if self.step is None or _recomputing():
+            return
+        value = value.detach()
+        if value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
+            value = value.unflatten(0, self.shape)
+        part = self.adapted.part
+        if part is None:
+            self.captured.store(site, self.step, value)
+        elif part.whole and site != "P":
+            self.captured.store(site, self.step, value.flatten(0, 1).unflatten(0, (part.contexts, part.length)))
+        else:
+            self._place(site, self.step, value)
+
+    def _place(self, site: str, step: int, value: Tensor) -> None:
+        """Documents into their places among the contexts; what is padding is NaN (0 in a pattern, and for expert ids)."""
+        part = self.adapted.part
+        assert part is not None
+        flat = part.index.flatten().to(value.device)
+        buffer = self.captured.held(site, step)
+        if site == "P":  # [document, head, query, key]
+            if buffer is None:
+                buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
+            for document, start in zip(value, part.index[:, 0].tolist(), strict=True):
+                context, at = divmod(start, part.length)
+                buffer[context, :, at : at + len(document[0]), at : at + len(document[0])] = document
+        else:
+            if buffer is None:
+                fill = float("nan") if value.is_floating_point() else 0
+                buffer = value.new_full((part.contexts, part.length, *value.shape[2:]), fill)
+            buffer.flatten(0, 1)[flat] = value.flatten(0, 1)
+        self.captured.store(site, step, buffer)
+
+
+def _recomputing() -> bool:
+    """Whether a backward pass is at work: activation checkpointing runs modules again there, which is no new visit."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,113 @@
+"""How a step's attention rows follow from its queries and keys, where that is more than a causal softmax.
+
+The native model's rows are the softmax of `q k^T / sqrt(d)` over `[segment start, i]`, and kernels compute their statistics
+without a map. Other models add a sliding window, a learned sink, another scale, a bias, or attend both ways: then the
+rows of one document at a time are formed here and reduced at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from visitlens.kernels.attention_rows import OverlapStatistics, RowStatistics, VisitOverlaps
+from visitlens.kernels.segments import Segments
+
+_TOP = 8
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """`scale` of the scores; `window`: keys a query sees, itself included; `sinks [head]`: logits of a slot that takes
+    mass and gives nothing, so that a row sums to 1 with it; `from_map`: rows can't be had from Q and K, P is kept."""
+
+    scale: float
+    window: int | None = None
+    causal: bool = True
+    sinks: Tensor | None = None
+    from_map: bool = False
+
+    def is_plain(self, longest: int) -> bool:
+        """Whether the kernels' causal softmax gives the rows of documents up to this length."""
+        window = self.window is None or self.window >= longest
+        return window and self.causal and self.sinks is None and not self.from_map
+
+    def pattern(self, q: Tensor, k: Tensor) -> Tensor:
+        """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""
+        spread = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+        q, spread = (x if x.dtype == torch.float64 else x.float() for x in (q, spread))
+        scores = q.transpose(-3, -2) @ spread.movedim(-3, -1) * self.scale
+        scores = scores.masked_fill(~self.visible(q.shape[-3], q.device), -torch.inf)
+        if self.sinks is None:
+            return scores.softmax(-1)
+        slot = self.sinks.to(scores).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat([scores, slot], dim=-1).softmax(-1)[..., :-1]
+
+    def visible(self, length: int, device: torch.device | None = None) -> Tensor:
+        """[query, key] whether a query of a document sees a key."""
+        allowed = torch.ones(length, length, dtype=torch.bool, device=device)
+        if self.causal:
+            allowed = allowed.tril()
+        return allowed if self.window is None else allowed.triu(1 - self.window)
+
+
+def map_overlaps(
+    rules: Sequence[AttentionRule],
+    pattern_of: Callable[[int, int, int], Tensor],
+    segments: Segments,
+    overlaps: bool,
+) -> VisitOverlaps:
+    """As `kernels.attention_rows.visit_overlaps`, from maps: `pattern_of(visit, start, end)` is P [head, query, key] of one
+    document. Holds one document's maps of all visits at a time. `log_sum_exp` isn't known from P and is NaN.
+
+    Ties in P go to the smaller position; a row with a NaN has NaN in every float result, no match and no shared key.
+    """
+    visits = len(rules)
+    pairs = list(combinations(range(visits), 2)) if overlaps else []
+    rows: list[list[Tensor]] = [[] for _ in range(visits)]
+    across: dict[tuple[int, int], list[OverlapStatistics]] = {pair: [] for pair in pairs}
+    control: list[list[OverlapStatistics]] = [[] for _ in range(visits)]
+    for start, end in segments.spans:
+        if start == end:
+            continue
+        maps = [pattern_of(v, start, end) for v in range(visits)]
+        heads = maps[0].shape[0]
+        seen = [rule.visible(end - start, maps[0].device).sum(-1) for rule in rules]
+        tops = [_top(p) for p in maps] if overlaps else []
+        for v, p in enumerate(maps):
+            entropy = torch.special.entr(p).sum(-1)
+            rows[v].append(torch.stack([torch.full_like(entropy, torch.nan), p[..., 0], p[..., :4].sum(-1), entropy]))
+        for a, b in pairs:
+            across[a, b].append(_overlap(maps[a], maps[b], tops[a], tops[b], seen[a]))
+        if overlaps and heads > 1:
+            for v, p in enumerate(maps):
+                other, top = p.roll(-(heads // 2), 0), tops[v].roll(-(heads // 2), 0)
+                control[v].append(_overlap(p, other, tops[v], top, seen[v]))
+    joined = [torch.cat(parts, dim=-1).transpose(1, 2) for parts in rows]
+    return VisitOverlaps(
+        rows=[RowStatistics(*values) for values in joined],
+        across={pair: _join(parts) for pair, parts in across.items()},
+        control=[_join(parts) for parts in control] if overlaps and control[0] else None,
+    )
+
+
+def _top(p: Tensor) -> Tensor:
+    """[head, query, <= 8] keys of the largest P, smallest position first among equals."""
+    return p.sort(dim=-1, descending=True, stable=True).indices[..., :_TOP]
+
+
+def _overlap(p: Tensor, other: Tensor, top: Tensor, other_top: Tensor, seen: Tensor) -> OverlapStatistics:
+    mass = torch.minimum(p, other).sum(-1).masked_fill(p.isnan().any(-1) | other.isnan().any(-1), torch.nan)
+    undefined = mass.isnan()
+    shared = (top.unsqueeze(-1) == other_top.unsqueeze(-2)).any(-1).sum(-1)
+    shared = shared.where(seen > _TOP, seen).masked_fill(undefined, 0)
+    return OverlapStatistics((top[..., 0] == other_top[..., 0]) & ~undefined, shared, mass)
+
+
+def _join(parts: Sequence[OverlapStatistics]) -> OverlapStatistics:
+    names = ("top1_match", "top8_shared", "mass_overlap")
+    return OverlapStatistics(*(torch.cat([getattr(part, n) for part in parts], dim=1).T for n in names))

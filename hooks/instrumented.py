@@ -1,0 +1,111 @@
+"""InstrumentedModel: what capture, recorder and statistics need of a model that isn't the native one. No torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.sites import SITES, check_sites
+from visitlens.kernels.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from visitlens.hooks.capture import Captured
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Sizes and limits of a model, under the names of the native configuration.
+
+    `missing` maps a site, or one of `sites.ASSUMPTIONS`, to the reason why this model doesn't have it. `absent` maps a
+    site to the layers that lack it although others have it, each with its reason (a dense layer among MoE layers).
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    context_length: int = 1024
+    bos_token_id: int = 0
+    eos_token_id: int = 0
+    pad_token_id: int = 0
+    missing: Mapping[str, str] = field(default_factory=dict)
+    absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    layer_names: tuple[str, ...] = ()
+    """Module path of each physical layer (the first, where tied modules share it)."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"architecture": self.family, **asdict(self)}
+
+    def width(self, site: str) -> tuple[int, ...]:
+        """Shape of one token's value."""
+        d = self.value_dim if site in ("V", "PV") else self.head_dim
+        widths = {
+            "hidden": self.hidden_size,
+            "head": self.num_heads,
+            "kv_head": self.num_kv_heads,
+            "d": d,
+            "expert": self.num_experts,
+            "k": self.experts_per_token,
+        }
+        return tuple(widths[axis] for axis in SITES[site].axes)
+
+
+class InstrumentedModel(ABC):
+    """A model whose steps and sites visitlens can read. Call it as the native model: token ids [context, position] and,
+    for packed contexts, segment ids of the same shape (< 0: padding)."""
+
+    plan: ExecutionPlan
+    config: ModelFacts
+
+    @abstractmethod
+    def __call__(
+        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, *, return_type: str = "logits"
+    ) -> torch.Tensor | None:
+        """Logits [context, position, vocab] (NaN at padding), the loss as the native model's, or None for "none"."""
+
+    @abstractmethod
+    def observing(self, captured: Captured) -> AbstractContextManager[None]:
+        """Inside, each forward stores the captured sites of every step, and leaves the model's plan only with a PlanError."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def check_sites(self, names: Any) -> tuple[str, ...]:
+        """The names, if this model has all of them.
+
+        Raises:
+            InputError: an unknown site, or one that this model doesn't have, with the reason.
+        """
+        names = check_sites(names)
+        lacking = [name for name in names if name in self.config.missing]
+        if lacking:
+            have = ", ".join(site for site in SITES if site not in self.config.missing)
+            raise InputError(
+                f"{self.config.family} has no site {lacking[0]!r}: {self.config.missing[lacking[0]]}; it has {have}"
+            )
+        return names
+
+    def absent_steps(self) -> dict[str, dict[int, str]]:
+        """Site -> steps that lack it, with the reason."""
+        some = {
+            site: {step.index: layers[step.layer] for step in self.plan.steps if step.layer in layers}
+            for site, layers in self.config.absent.items()
+        }
+        return some | {
+            site: dict.fromkeys(range(len(self.plan)), why)
+            for site, why in self.config.missing.items()
+            if site in SITES
+        }

@@ -1,0 +1,141 @@
+"""One forward as interventions see it: its tokens, its documents, and the values that later visits take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.kernels.errors import InputError
+from visitlens.kernels.segments import Segments
+
+TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | None
+"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], or a function
+from token ids [context, position] to such a mask."""
+
+
+class SiteValues(Protocol):
+    """Whatever keeps site values of a run: `Captured`, a notebook's run."""
+
+    def at(self, site: str, step: int) -> Tensor: ...
+
+
+@dataclass
+class Forward:
+    """`tokens`, `segment_ids` [context, position]; `offset` is the position of the first token (behind a KV cache)."""
+
+    tokens: Tensor
+    segment_ids: Tensor | None = None
+    offset: int = 0
+    reference: SiteValues | None = None
+    """The same tokens through the same model without these interventions, where one of them needs it."""
+    earlier: SiteValues | None = None
+    """Values of steps before the first one that runs."""
+    values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """(site, step) -> the value there in this forward, after its interventions."""
+
+    def value(self, site: str, step: Step) -> Tensor:
+        """What a step that has run had at a site.
+
+        Raises:
+            InputError: it didn't run here, and nobody kept its value.
+        """
+        if (site, step.index) in self.values:
+            return self.values[site, step.index]
+        if self.earlier is None:
+            raise InputError(f"{step} doesn't run here: pass its values as intervene(..., earlier=captured)")
+        return self.earlier.at(site, step.index)
+
+    @cached_property
+    def segments(self) -> Segments:
+        if self.segment_ids is None:
+            return Segments.whole_contexts(*self.tokens.shape)
+        return Segments.from_ids(self.segment_ids)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[context, position] False for padding."""
+        if self.segment_ids is None:
+            return torch.ones_like(self.tokens, dtype=torch.bool)
+        return self.segment_ids >= 0
+
+    @cached_property
+    def start_keys(self) -> Tensor:
+        """[context, position] position in the context of each token's segment start."""
+        contexts, length = self.tokens.shape
+        starts = self.segments.starts().view(contexts, length) - torch.arange(contexts).unsqueeze(1) * length
+        return starts.to(self.tokens.device)
+
+    def chosen(self, choice: TokenChoice) -> Tensor:
+        """[context, position] bool."""
+        contexts, length = self.tokens.shape
+        positions = torch.arange(length, device=self.tokens.device) + self.offset
+        if isinstance(choice, str):
+            if choice != "start":
+                raise InputError(
+                    f"expected token positions, 'start', a mask or a function of token ids, got {choice!r}"
+                )
+            return self.start_keys == positions
+        if callable(choice) and not isinstance(choice, Tensor):
+            if bool((self.tokens < 0).any()):
+                raise InputError("run_steps knows no token ids to choose by: choose positions, or call the model")
+            choice = choice(self.tokens)
+        if isinstance(choice, Tensor):
+            if choice.shape != self.tokens.shape or choice.dtype != torch.bool:
+                raise InputError(
+                    f"expected a boolean mask of tokens {tuple(self.tokens.shape)}, got {choice.dtype} {tuple(choice.shape)}"
+                )
+            return choice.to(self.tokens.device)
+        wanted = torch.tensor([choice] if isinstance(choice, int) else list(choice or ()), dtype=torch.long)
+        return torch.isin(positions, wanted.to(positions.device)).expand(contexts, length)
+
+    def other_documents(self, seed: int) -> Tensor:
+        """[context * position] for each token the flat index of a real token of another segment, drawn uniformly."""
+        generator = torch.Generator().manual_seed(seed)
+        real = self.real.flatten().cpu()
+        pool = real.nonzero().squeeze(1)
+        before = torch.cat([torch.zeros(1, dtype=torch.long), real.long().cumsum(0)])  # real tokens before each index
+        bounds = torch.tensor(self.segments.bounds)
+        lengths = bounds.diff()
+        first = torch.repeat_interleave(before[bounds[:-1]], lengths)
+        own = torch.repeat_interleave(before[bounds[1:]] - before[bounds[:-1]], lengths)
+        others = len(pool) - own
+        if bool((others[real] == 0).any()):
+            raise InputError(
+                "resampling takes values from another document, but this batch holds one alone: pack several"
+            )
+        drawn = (torch.rand(len(real), generator=generator) * others).long()
+        drawn = drawn + own * (drawn >= first)
+        return pool[drawn.clamp(max=len(pool) - 1)].to(self.tokens.device)
+
+
+@dataclass(frozen=True)
+class At:
+    """Where an operation is applied now."""
+
+    site: str
+    step: Step
+    plan: ExecutionPlan
+    forward: Forward
+
+
+def numbers(choice: Any) -> tuple[int, ...] | None:
+    """An int or several as a tuple; None stays None (all).
+
+    Raises:
+        InputError: something else, or an empty choice.
+    """
+    if choice is None:
+        return None
+    try:
+        chosen = (int(choice),) if isinstance(choice, int) else tuple(int(number) for number in choice)
+    except (TypeError, ValueError):
+        raise InputError(f"expected an integer, several, or None for all, got {choice!r}") from None
+    if not chosen:
+        raise InputError("an empty choice matches nothing; leave it out for all")
+    return chosen

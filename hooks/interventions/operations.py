@@ -1,0 +1,253 @@
+"""The operations: zero, mean, resample, replace, add, scale, project_out, and those between visits.
+
+Each names a site (`hooks/sites.py`) and, by `layer`, `visit`, `head`, `expert` and `token`, where in it; what isn't named is
+everywhere. They are applied by `intervene`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice
+from visitlens.hooks.interventions.intervention import Choice, Intervention, Place
+from visitlens.hooks.sites import SITES
+from visitlens.kernels.errors import InputError
+
+SiteMeans = Mapping[tuple[str, int], Tensor]
+"""(site, step) -> mean over the tokens of a sample, shaped as one token's value (`site_means`)."""
+
+
+def zero(
+    site: str,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    expert: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """Zeros. At `gates` with `expert`, the expert is silenced and the other gates stay as they are."""
+    place = _numeric(Place.of(site, layer, visit, head, token, expert), "zero")
+    return Intervention("zero", place, lambda value, at: value.new_zeros(()))
+
+
+def scale(
+    site: str,
+    factor: float | Tensor,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    expert: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """The value times a factor (a number, or a tensor that broadcasts against [context, position, ...])."""
+    place = _numeric(Place.of(site, layer, visit, head, token, expert), "scale")
+    return Intervention("scale", place, lambda value, at: value * factor)
+
+
+def add(
+    site: str,
+    vector: float | Tensor,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    expert: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """The value plus a vector over its last axis (a steering vector), or any tensor that broadcasts against it."""
+    place = _numeric(Place.of(site, layer, visit, head, token, expert), "add")
+    return Intervention("add", place, lambda value, at: value + vector)
+
+
+def replace(
+    site: str,
+    value: float | Tensor | SiteValues,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    expert: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
+
+    def change(old: Tensor, at: At) -> Tensor:
+        if isinstance(value, (int, float, Tensor)):
+            return torch.as_tensor(value)
+        return value.at(at.site, at.step.index)
+
+    return Intervention("replace", Place.of(site, layer, visit, head, token, expert), change)
+
+
+def mean(
+    site: str,
+    over: SiteMeans | None = None,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """The mean over tokens: of a sample (`over=site_means(...)`), or of the batch that runs. Whatever the position."""
+
+    def change(value: Tensor, at: At) -> Tensor:
+        if over is None:
+            return value[at.forward.real].mean(0)
+        try:
+            return over[at.site, at.step.index]
+        except KeyError:
+            raise InputError(f"the means hold no {at.site!r} at {at.step}; make them with site_means") from None
+
+    return Intervention("mean", _per_token(Place.of(site, layer, visit, head, token), "mean"), change)
+
+
+def resample(
+    site: str,
+    seed: int = 0,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """Another document's value: each token gets that of a token drawn from the other documents of its batch."""
+
+    def change(value: Tensor, at: At) -> Tensor:
+        return value.flatten(0, 1)[at.forward.other_documents(seed)].view_as(value)
+
+    place = Place.of(site, layer, visit, head, token)
+    if "key" in SITES[site].axes:
+        raise InputError(f"{site!r} can't be resampled: another document's keys are other tokens; resample Q or K")
+    return Intervention("resample", place, change)
+
+
+def project_out(
+    site: str,
+    directions: Tensor,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """The value without its part along one direction [d] or several [n, d] of its last axis."""
+    if directions.ndim not in (1, 2) or not bool(directions.isfinite().all()):
+        raise InputError(f"expected finite directions [d] or [n, d], got shape {tuple(directions.shape)}")
+    _, sizes, rows = torch.linalg.svd(directions.reshape(-1, directions.shape[-1]).double(), full_matrices=False)
+    precision = torch.finfo(directions.dtype if directions.is_floating_point() else torch.float32).eps
+    basis = rows[sizes > precision * max(directions.shape) * sizes.max()]
+    if not len(basis) or not float(sizes.max()):
+        raise InputError("expected a direction to project out, got only zeros")
+
+    def change(value: Tensor, at: At) -> Tensor:
+        if value.shape[-1] != basis.shape[1]:
+            raise InputError(f"expected directions of {value.shape[-1]} numbers for {at.site!r}, got {basis.shape[1]}")
+        b = basis.to(value)
+        return value - (value @ b.T) @ b
+
+    return Intervention("project_out", _per_token(Place.of(site, layer, visit, head, token), "project_out"), change)
+
+
+# Between visits
+
+
+def take(
+    site: str,
+    source: int = 1,
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """What visit `source` of the same layer had in the same forward (after its own interventions): a frozen site.
+
+    `visit` is by default every later one. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
+    to take both, name both.
+    """
+    place = dataclasses.replace(Place.of(site, layer, visit, head, token), least=source)
+    if place.visit is None:
+        place = dataclasses.replace(place, after=source)
+
+    def change(value: Tensor, at: At) -> Tensor:
+        return value if at.step.visit == source else at.forward.value(site, at.plan.step(at.step.layer, source))
+
+    return Intervention("take", place, change, source=source)
+
+
+def swap(
+    site: str,
+    visits: tuple[int, int] = (1, 2),
+    *,
+    layer: Choice = None,
+    head: Choice = None,
+    token: TokenChoice = None,
+) -> Intervention:
+    """Each of two visits gets what the other had in the run without these interventions (one more forward)."""
+    a, b = visits
+    if a == b:
+        raise InputError(f"expected two different visits to swap, got {visits}")
+    other = {a: b, b: a}
+
+    def change(value: Tensor, at: At) -> Tensor:
+        if at.forward.reference is None:
+            raise InputError("swap needs the run without interventions: call the model inside `intervene`")
+        return at.forward.reference.at(site, at.plan.step(at.step.layer, other[at.step.visit]).index)
+
+    place = dataclasses.replace(Place.of(site, layer, visits, head, token), least=max(visits))
+    return Intervention("swap", place, change, needs_reference=True)
+
+
+def skip(*, layer: Choice = None, visit: Choice = None, token: TokenChoice = None) -> tuple[Intervention, ...]:
+    """No write at all: the residual stream passes the visit unchanged. Without `layer`, the visit of every layer."""
+    if visit is None and layer is None:
+        raise InputError("skip what? name a visit, a layer, or both")
+    return tuple(zero(site, layer=layer, visit=visit, token=token) for site in ("attn_write", "moe_write"))
+
+
+def knock_out_sink(
+    mass: Literal["renormalise", "drop"] = "renormalise",
+    *,
+    layer: Choice = None,
+    visit: Choice = None,
+    head: Choice = None,
+) -> Intervention:
+    """No attention to the segment start, save by the segment start itself, which sees nothing else.
+
+    `renormalise` gives its mass to the other keys in proportion (a query whose other keys have none at all in this dtype
+    attends to nothing); `drop` gives it to nobody.
+    """
+    if mass not in ("renormalise", "drop"):
+        raise InputError(f"expected mass 'renormalise' or 'drop', got {mass!r}")
+
+    def change(pattern: Tensor, at: At) -> Tensor:
+        starts = at.forward.start_keys
+        own = torch.arange(starts.shape[1], device=pattern.device) + at.forward.offset
+        keys = torch.arange(pattern.shape[-1], device=pattern.device)
+        blocked = (keys == starts.unsqueeze(-1)) & (own != starts).unsqueeze(-1)  # [context, query, key]
+        rest = pattern.masked_fill(blocked.unsqueeze(1), 0.0)
+        if mass == "drop":
+            return rest
+        total = rest.sum(-1, keepdim=True)
+        return torch.where(total > 0, rest / total, rest)
+
+    return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head, None), change)
+
+
+def _numeric(place: Place, name: str) -> Place:
+    if place.site == "experts":
+        raise InputError(f"{name} makes no sense of expert numbers; silence an expert by zero('gates', expert=...)")
+    return place
+
+
+def _per_token(place: Place, name: str) -> Place:
+    if "key" in SITES[place.site].axes:
+        raise InputError(f"{name} needs one vector a token, but {place.site!r} has a row over keys; use Q, K or PV")
+    return _numeric(place, name)

@@ -1,0 +1,205 @@
+"""What is committed of a recording that is being written, and what is left of it. No torch.
+
+The shards are the truth; manifest and summary are caches that this writes after each shard. Who computes a shard (this
+process, another, another machine) is not its business: it hands out `ShardTask`s and takes in finished ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from visitlens.hooks import schema
+from visitlens.hooks.gate import passed
+from visitlens.hooks.recording import committed_shards, first_overlap, read_manifest
+from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.shards import commit, commit_json
+from visitlens.hooks.untrusted import held
+from visitlens.kernels.errors import RecordingError
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """One shard to be made: contexts `[start, stop)`, whose first token has the ordinal `token_start`."""
+
+    worker: int
+    seq: int
+    start: int
+    stop: int
+    token_start: int
+
+    @property
+    def name(self) -> str:
+        return f"w{self.worker:02d}-{self.seq:06d}.h5"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One that is committed: the manifest's entry, the run in its header, and its totals."""
+
+    entry: dict[str, Any]
+    run: dict[str, Any]
+    totals: dict[str, GroupTotals]
+
+
+def read_shard(path: Path, *, trusted: bool = False) -> Shard:
+    """A committed shard's description and totals, with the hash of its bytes.
+
+    Raises:
+        RecordingError: it doesn't pass the gate.
+    """
+    with held(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
+    with passed(path, trusted=trusted) as gated:
+        run = schema.read_header(gated.file, gated.where)
+        numbers = schema.read_numbers(gated.file, schema.SHARD_NUMBERS, gated.where)
+        totals = schema.read_totals(gated)
+    numbers.pop("complete")
+    return Shard({"name": path.name, "bytes": size, "sha256": digest, **numbers}, run, totals)
+
+
+class Ledger:
+    """The state of one recording while it is written. Use under `sole_writer`.
+
+    `real_tokens [context]` counts what isn't padding; `batch` contexts go through the model together, so that every
+    shard begins at a multiple of it.
+    """
+
+    def __init__(self, path: Path, run: Mapping[str, Any], real_tokens: np.ndarray, batch: int) -> None:
+        self.path, self.run, self.batch = path, dict(run), batch
+        self.first_token = np.concatenate([[0], np.cumsum(real_tokens)])
+        self.shards: list[dict[str, Any]] = []
+        self.totals: dict[str, GroupTotals] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Committed."""
+        return sum(shard["token_count"] for shard in self.shards)
+
+    def refuse_foreign(self) -> None:
+        """Before anything is written there: raises RecordingError where the path is a file or holds something else."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RecordingError(f"{self.path}: a file, not a recording; choose another path")
+        ours = (schema.MANIFEST, schema.SUMMARY, schema.SHARDS, schema.ANALYSES)
+        names = [p.name for p in self.path.iterdir()] if self.path.exists() else []
+        partial = tuple(f"{name}." for name in ours)
+        foreign = [
+            n
+            for n in names
+            if n not in ours and not n.endswith(".lock") and not (n.startswith(partial) and n.endswith(".tmp"))
+        ]
+        if foreign:
+            raise RecordingError(
+                f"{self.path}: not an empty folder nor a recording (holds {foreign[0]}); choose another path"
+            )
+
+    def resume(self) -> None:
+        """Takes over what is committed at the path, and its run's identity.
+
+        Raises:
+            RecordingError: another configuration; a shard that is damaged, has changed, is missing, or overlaps another.
+        """
+        folder = self.path / schema.SHARDS
+        folder.mkdir(exist_ok=True)
+        for stale in (*self.path.glob("*.tmp"), *folder.glob("*.tmp")):
+            stale.unlink()
+        listed = {s["name"]: s for s in read_manifest(self.path)["shards"]} if self._has(schema.MANIFEST) else {}
+        for path in committed_shards(self.path):
+            shard = read_shard(path, trusted=True)
+            self._same_run(shard.run)
+            if listed.get(path.name, shard.entry)["sha256"] != shard.entry["sha256"]:
+                raise RecordingError(f"{path}: has changed since it was written; restore it")
+            self.take(shard)
+        missing = sorted(set(listed) - {shard["name"] for shard in self.shards})
+        if missing:
+            raise RecordingError(
+                f"{folder / missing[0]}: in the manifest and not on disk. Restore it, or run `visitlens repair {self.path}`: "
+                "recording again then fills the gap"
+            )
+        # The process may have died between a shard and its entry in summary and manifest.
+        if self.shards and (len(listed) != len(self.shards) or not self._has(schema.SUMMARY)):
+            self.commit()
+
+    def tasks(self, shard_tokens: int, workers: int = 1) -> Iterator[ShardTask]:
+        """What is left, in order, in shards of at least `shard_tokens` where there are as many; names go round the workers."""
+        next_seq = [1 + max((s["seq"] for s in self.shards if s["worker"] == w), default=-1) for w in range(workers)]
+        count = 0
+        for start, stop in list(self.gaps()):
+            while start < stop:
+                end = start
+                while end < stop and self.first_token[end] - self.first_token[start] < shard_tokens:
+                    end = min(end + self.batch, stop)
+                worker = count % workers
+                yield ShardTask(worker, next_seq[worker], start, end, int(self.first_token[start]))
+                next_seq[worker] += 1
+                count += 1
+                start = end
+
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Ranges of contexts that no shard holds."""
+        at = 0
+        for shard in self.shards:
+            if at < shard["context_start"]:
+                yield at, shard["context_start"]
+            at = shard["context_start"] + shard["context_count"]
+        if at < len(self.first_token) - 1:
+            yield at, len(self.first_token) - 1
+
+    def take(self, shard: Shard) -> None:
+        """Counts a shard in; `commit` makes it known."""
+        entry, first = shard.entry, self.first_token
+        start, stop = entry["context_start"], entry["context_start"] + entry["context_count"]
+        span = (entry["token_start"], entry["token_start"] + entry["token_count"])
+        if start % self.batch or stop >= len(first) or span != (int(first[start]), int(first[stop])):
+            raise RecordingError(
+                f"{self.path / schema.SHARDS / entry['name']}: holds other tokens than its contexts have"
+            )
+        self.shards = sorted([*self.shards, entry], key=lambda shard: shard["context_start"])
+        if overlap := first_overlap(self.shards):
+            raise RecordingError(f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens")
+        schema.add_totals(self.totals, shard.totals)
+
+    def commit(self) -> None:
+        """Writes summary and manifest."""
+        write_caches(self.path, self.run, self.shards, self.totals)
+
+    def _same_run(self, run: dict[str, Any]) -> None:
+        if run["config_sha256"] != self.run["config_sha256"]:
+            raise RecordingError(
+                f"{self.path}: holds a recording with another configuration ({_difference(run['config'], self.run['config'])}). "
+                "Choose another path, or remove it"
+            )
+        if self.shards and run["run_uuid"] != self.run["run_uuid"]:
+            raise RecordingError(f"{self.path}: holds shards of two runs; `visitlens validate` names them")
+        self.run = run
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).is_file()
+
+
+def write_caches(
+    path: Path, run: Mapping[str, Any], shards: list[dict[str, Any]], totals: Mapping[str, GroupTotals]
+) -> None:
+    """Summary, then manifest, each atomically."""
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+        tokens = sum(shard["token_count"] for shard in shards)
+        schema.write_header(file, run, {"token_count": tokens, "shard_count": len(shards)})
+        schema.write_totals(file, totals)
+    commit(path / schema.SUMMARY, buffer.getbuffer())
+    manifest = {"format": schema.FORMAT, "schema_version": schema.SCHEMA_VERSION, "run": run, "shards": shards}
+    commit_json(path / schema.MANIFEST, manifest)
+
+
+def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """The first fields that differ, for a message."""
+    fields = [key for key in ours if theirs.get(key) != ours[key]]
+    return ", ".join(f"{key} differs" for key in fields) or "written by another version"

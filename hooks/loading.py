@@ -1,0 +1,113 @@
+"""Any model from a folder or a hub name: the native looped MoE, or one of transformers through its adapter. Never pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visitlens.hooks.models import checkpoint
+from visitlens.hooks.models.checkpoint import DTYPES
+from visitlens.kernels.errors import CheckpointError, InputError, UnavailableError
+
+if TYPE_CHECKING:
+    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+_FILES = ("*.json", "*.safetensors", "*.py", "*.model", "*.txt")
+
+
+def load_model(
+    source: str | Path,
+    dtype: str = "float32",
+    device: str = "cpu",
+    *,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> LoopedMoE | InstrumentedModel:
+    """The model of a checkpoint folder or hub name, in evaluation mode.
+
+    `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro): read them first. `options` go to the
+    family's adapter, for example `steps=8`.
+
+    Raises:
+        CheckpointError: nothing loadable there.
+        InputError: an unknown dtype, a kind of model without an adapter, an option it doesn't take.
+        UnavailableError: transformers is needed and isn't installed.
+    """
+    folder = resolve(source)
+    if model_type(folder) is None:
+        if options:
+            raise InputError(f"the native model takes no options, got {', '.join(options)}")
+        return checkpoint.load_model(folder, dtype, device)
+    from visitlens.hooks.adapters.adapt import adapt
+
+    return adapt(load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code), **options)
+
+
+def load_transformers(
+    source: str | Path, dtype: str = "float32", device: str = "cpu", *, trust_remote_code: bool = False
+) -> Any:
+    """The model as transformers makes it: the causal or masked language model of its configuration."""
+    if dtype not in DTYPES:
+        raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {dtype!r}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise UnavailableError(f"{source} is a model of transformers: pip install 'visitlens[sources]'") from error
+    folder = resolve(source)
+    transformers.utils.logging.disable_progress_bar()
+    options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+        masked = type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
+            getattr(config, "auto_map", None) or {}
+        )
+        auto: Any = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        model = auto.from_pretrained(folder, dtype=DTYPES[dtype], use_safetensors=True, **options)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def resolve(source: str | Path) -> Path:
+    """A checkpoint folder; of a hub name (owner/name), its files in the local cache, fetched if they aren't there.
+
+    Raises:
+        CheckpointError: no such folder, and no such model to be had from the hub.
+    """
+    folder = Path(source)
+    if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(str(source), allow_patterns=list(_FILES)))
+    except ImportError as error:
+        raise UnavailableError(f"{source}: no such folder; hub names need pip install 'visitlens[sources]'") from error
+    except Exception as error:  # huggingface_hub raises many kinds: no such model, no access, no network
+        raise CheckpointError(f"{source}: no such folder, and the hub doesn't give it ({error})") from error
+
+
+def model_type(folder: Path) -> str | None:
+    """What transformers calls the checkpoint's family; None for a native checkpoint, or where there is no configuration."""
+    try:
+        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # the native loader says what is wrong
+    return data.get("model_type") if isinstance(data, Mapping) and "architecture" not in data else None
+
+
+def weights_sha256(source: str | Path) -> str:
+    """Of the safetensors files, in the order of their names; of one file, its own SHA-256."""
+    folder = resolve(source)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) < 2:
+        return checkpoint.weights_sha256(folder)
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()

@@ -1,0 +1,294 @@
+"""Head ablation: every head of the looped block, one at a time, at each visit alone and at all of them together.
+
+The ablated unit is one query head's attended context PV before W_O. Nothing before the ablated step is computed again:
+each run starts from the intact residual stream there, all heads of a layer run side by side as contexts of one batch, and
+a run that is ablated at every visit forks from the one that is ablated at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.kernels.errors import InputError
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+MODES = ("zero", "mean", "resample")
+Metric = Callable[[Tensor, Tensor], Tensor]
+"""(logits [target, vocab], true token [target]) -> a number a target, higher is worse."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is asked of a model. `tokens`, `document [context, position]`, document -1 = padding; `segments` as the model
+    takes them, None if a context is one document. Target i is the token at `context[i], position[i]`, predicted from the
+    one before it; `group[i]` is its document's group, the unit of the bootstrap."""
+
+    tokens: np.ndarray
+    segments: np.ndarray | None
+    document: np.ndarray
+    context: np.ndarray
+    position: np.ndarray
+    group: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return int(self.document.max()) + 1
+
+
+@dataclass(frozen=True)
+class AblationSums:
+    """Sums over targets by group: the metric of the intact model `intact [group]`, its change `change [group, visits, layer,
+    head]`, and the number of targets `count [group]`. `visits` are the visits ablated together."""
+
+    visits: tuple[tuple[int, ...], ...]
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    intact: np.ndarray
+    change: np.ndarray
+    count: np.ndarray
+
+
+def nll(logits: Tensor, truth: Tensor) -> Tensor:
+    """Nats per target."""
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), truth, reduction="none")
+
+
+def text_task(packed: PackedTokens, groups: int = 128) -> Task:
+    """Every token but the first of its segment, in packed text."""
+    document = np.where(packed.segments >= 0, packed.segment_document[packed.segments], -1)
+    inside = (packed.segments[:, 1:] == packed.segments[:, :-1]) & (packed.segments[:, 1:] >= 0)
+    context, position = np.nonzero(inside)
+    group = packed.document_groups(groups)[document[context, position + 1]]
+    return Task(packed.tokens, packed.segments, document, context, position + 1, group)
+
+
+def visit_choices(visits: int) -> tuple[tuple[int, ...], ...]:
+    """Each visit alone, then all together: `((1,), (2,), (1, 2))`; one visit has one choice."""
+    alone = tuple((v,) for v in range(1, visits + 1))
+    return alone if visits == 1 else (*alone, tuple(range(1, visits + 1)))
+
+
+@torch.inference_mode()
+def ablate_heads(
+    model: LoopedMoE,
+    task: Task,
+    *,
+    mode: str = "zero",
+    metric: Metric = nll,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    tokens_at_once: int = 8192,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> AblationSums:
+    """The change of the metric when a head is ablated, for every head and every choice of visits.
+
+    Args:
+        mode: what PV becomes. zero; mean: its mean over all tokens of the sample; resample: its value in another document,
+            at the same position (again from the start where that document is shorter).
+        metric: of the logits at the targets; nats by default.
+        layers: those of the loop by default, all layers of an unlooped model. They must run equally often.
+        tokens_at_once: tokens in a batch, all heads and visits counted; the speed hardly depends on it.
+
+    Raises:
+        InputError: an unknown mode, layer or head; layers that run unequally often; resampling with one document.
+    """
+    plan, config = model.plan, model.config
+    chosen = tuple(layers if layers is not None else plan.looped_layers or range(config.num_layers))
+    which = tuple(heads if heads is not None else range(config.num_heads))
+    visits = _check(plan, config.num_heads, mode, chosen, which)
+    choices = visit_choices(visits)
+    steps = {layer: [s.index for s in plan.steps if s.layer == layer] for layer in chosen}
+    replace = _replacement(model, task, mode, [i for indices in steps.values() for i in indices], seed, tokens_at_once)
+    groups = int(task.group.max()) + 1
+    change = np.zeros((groups, len(choices), len(chosen), len(which)))
+    intact, count = np.zeros(groups), np.bincount(task.group, minlength=groups).astype(float)
+    batches = list(_batches(task, tokens_at_once))
+    done, total = 0, len(batches) * len(chosen)
+    for batch in batches:
+        device = model.embed.W_E.device
+        tokens, segments = batch.tokens.to(device), None if batch.segments is None else batch.segments.to(device)
+        before = _residuals(model, tokens, segments, sorted(i for indices in steps.values() for i in indices))
+        score = partial(_scores, model, batch, metric)
+        plain = score(before.pop(len(plan)).unsqueeze(0))[0]
+        np.add.at(intact, batch.group, plain)
+        together = max(1, tokens_at_once // (tokens.numel() * len(choices)))
+        for at, layer in enumerate(chosen):
+            for first in range(0, len(which), together):
+                part = which[first : first + together]
+                runs = _forked_runs(model, before, steps[layer], part, segments, partial(replace, rows=batch.rows))
+                for choice, x in runs.items():
+                    for j, values in enumerate(score(x.unflatten(0, (len(part), -1)))):
+                        np.add.at(change[:, choices.index(choice), at, first + j], batch.group, values - plain)
+            done += 1
+            on_progress(done, total)
+    return AblationSums(choices, chosen, which, intact, change, count)
+
+
+def _check(plan: ExecutionPlan, num_heads: int, mode: str, layers: tuple[int, ...], heads: tuple[int, ...]) -> int:
+    """How often each of the layers runs."""
+    if mode not in MODES:
+        raise InputError(f"expected a mode among {', '.join(MODES)}, got {mode!r}")
+    if any(layer not in plan.visits for layer in layers) or any(not 0 <= head < num_heads for head in heads):
+        raise InputError(
+            f"expected layers among 0..{max(plan.visits)} and heads among 0..{num_heads - 1}, got {layers} and {heads}"
+        )
+    counts = {plan.visits[layer] for layer in layers}
+    if len(counts) != 1:
+        raise InputError(f"layers {layers} run {sorted(counts)} times: ablate those that run equally often together")
+    return counts.pop()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Some contexts of a task, cut behind their last target, and their targets."""
+
+    rows: slice
+    tokens: Tensor
+    segments: Tensor | None
+    context: Tensor
+    predictor: Tensor
+    truth: Tensor
+    group: np.ndarray
+
+
+def _batches(task: Task, tokens_at_once: int) -> Iterator[_Batch]:
+    """As many contexts as leave room for several heads; contexts without a target are passed over."""
+    step = max(1, tokens_at_once // (task.tokens.shape[1] * 8))
+    for start in range(0, len(task.tokens), step):
+        rows = slice(start, start + step)
+        here = (task.context >= start) & (task.context < start + step)
+        if not here.any():
+            continue
+        position, context = task.position[here], task.context[here] - start
+        length = int(position.max())  # the last target itself is never read
+        tokens = torch.from_numpy(task.tokens[rows]).long()
+        segments = None if task.segments is None else torch.from_numpy(task.segments[rows, :length])
+        truth = tokens[context, position]
+        predictor = torch.from_numpy(position - 1)
+        context = torch.from_numpy(context)
+        yield _Batch(rows, tokens[:, :length], segments, context, predictor, truth, task.group[here])
+
+
+def _residuals(model: LoopedMoE, tokens: Tensor, segments: Tensor | None, steps: Sequence[int]) -> dict[int, Tensor]:
+    """The intact residual stream before each of the steps, and (key L_eff) after the last."""
+    kept: dict[int, Tensor] = {}
+    hooks: list[Any] = []
+    for index in steps:
+        step = model.plan.steps[index]
+        hooks.append((f"blocks.{step.layer}.visit.{step.visit}.hook_resid_pre", partial(_keep, kept, index)))
+    last = model.plan.steps[-1]
+    hooks.append((f"blocks.{last.layer}.visit.{last.visit}.hook_resid_post", partial(_keep, kept, len(model.plan))))
+    with model.hooks(fwd_hooks=hooks):
+        model(tokens, segments, return_type="none")
+    return kept
+
+
+def _keep(kept: dict[int, Tensor], index: int, value: Tensor, hook: Any) -> None:
+    kept[index] = value
+
+
+def _scores(model: LoopedMoE, batch: _Batch, metric: Metric, x: Tensor) -> list[np.ndarray]:
+    """The metric [target] of each of the runs' last residual streams [run, context, position, H]."""
+    device = x.device
+    at_targets = x[:, batch.context.to(device), batch.predictor.to(device)]
+    truth = batch.truth.to(device)
+    return [metric(model.logits(run), truth).double().cpu().numpy() for run in at_targets]
+
+
+def _forked_runs(
+    model: LoopedMoE,
+    before: dict[int, Tensor],
+    steps: Sequence[int],
+    heads: Sequence[int],
+    segments: Tensor | None,
+    replace: Callable[..., Tensor | float],
+) -> dict[tuple[int, ...], Tensor]:
+    """Choice of visits -> the last residual stream [head * context, position, H] with each head ablated there.
+
+    From one visit of the layer to its next, all runs go side by side: those ablated at an earlier visit, the one
+    ablated at every visit so far, and the one whose first ablation is here.
+    """
+    runs: dict[tuple[int, ...], Tensor] = {}
+    for visit, start in enumerate(steps, 1):
+        stop = steps[visit] if visit < len(steps) else len(model.plan)
+        so_far = tuple(range(1, visit))
+        passed = {choice: x for choice, x in runs.items() if len(choice) == 1}
+        hit = {(visit,): before[start].repeat(len(heads), 1, 1)}
+        if visit > 1:
+            hit[(*so_far, visit)] = runs[so_far]
+        x = torch.cat([*passed.values(), *hit.values()])
+        several = None if segments is None else segments.repeat(len(x) // len(segments), 1)
+        step = model.plan.steps[start]
+        hook = partial(_ablated, heads=heads, passed=len(passed), hit=len(hit), value=replace(start))
+        with model.hooks(fwd_hooks=[(f"blocks.{step.layer}.visit.{visit}.attn.hook_z", hook)]):
+            x = model.run_steps(x, several, start=start, stop=stop)
+        runs = dict(zip([*passed, *hit], x.chunk(len(passed) + len(hit)), strict=True))
+    return {choice: runs[choice] for choice in visit_choices(len(steps))}
+
+
+def _ablated(z: Tensor, hook: Any, heads: Sequence[int], passed: int, hit: int, value: Tensor | float) -> Tensor:
+    """PV [run * head * context, position, head, d] with each run's head replaced, in the runs that are hit here."""
+    z = z.unflatten(0, (passed + hit, len(heads), -1)).clone()
+    for j, head in enumerate(heads):
+        z[passed:, j, :, :, head] = value if isinstance(value, float) else value[..., head, :][..., : z.shape[3], :]
+    return z.flatten(0, 2)
+
+
+def _replacement(
+    model: LoopedMoE, task: Task, mode: str, steps: Sequence[int], seed: int, tokens_at_once: int
+) -> Callable[..., Tensor | float]:
+    """`replace(step, rows=...)`: 0.0, the mean [1, head, d], or another document's PV [context, position, head, d]."""
+    if mode == "zero":
+        return lambda step, rows: 0.0
+    kept: dict[int, list[Tensor]] = {step: [] for step in steps}
+    several = max(1, tokens_at_once // task.tokens.shape[1])
+    for start in range(0, len(task.tokens), several):
+        rows = slice(start, start + several)
+        found: dict[int, Tensor] = {}
+        hooks: list[Any] = [
+            (f"blocks.{s.layer}.visit.{s.visit}.attn.hook_z", partial(_keep, found, s.index))
+            for s in model.plan.steps
+            if s.index in kept
+        ]
+        device = model.embed.W_E.device
+        segments = None if task.segments is None else torch.from_numpy(task.segments[rows]).to(device)
+        with model.hooks(fwd_hooks=hooks):
+            model(torch.from_numpy(task.tokens[rows]).long().to(device), segments, return_type="none")
+        for step, z in found.items():
+            kept[step].append(z)
+    pv = {step: torch.cat(parts) for step, parts in kept.items()}
+    if mode == "mean":
+        real = torch.from_numpy(task.document >= 0)
+        means = {step: z[real.to(z.device)].mean(0, keepdim=True) for step, z in pv.items()}
+        return lambda step, rows: means[step]
+    donors = torch.from_numpy(_donors(task, seed))
+    return lambda step, rows: pv[step].flatten(0, 1)[donors[rows].to(pv[step].device)]
+
+
+def _donors(task: Task, seed: int) -> np.ndarray:
+    """[context, position] the flat index of the token whose PV takes its place: of the next document in a random circle."""
+    if task.documents < 2:
+        raise InputError(
+            "resampling takes another document's values and needs at least two documents; use zero or mean"
+        )
+    flat = task.document.ravel()
+    tokens = [np.flatnonzero(flat == document) for document in range(task.documents)]
+    circle = np.random.default_rng(seed).permutation(task.documents)
+    donors = np.arange(flat.size)
+    for document, giver in zip(circle, np.roll(circle, 1), strict=True):
+        own, other = tokens[document], tokens[giver]
+        donors[own] = other[np.arange(len(own)) % len(other)]
+    return donors.reshape(task.document.shape)

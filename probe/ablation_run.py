@@ -1,0 +1,181 @@
+"""From a recording and its model's checkpoint to stored analyses: head ablation, and the Dyck head's case study."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import visitlens
+from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
+from visitlens.kernels.errors import InputError
+from visitlens.probe import analyses
+from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
+from visitlens.probe.analyses import Grouped, HeadAblation
+from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.measure import Measure
+from visitlens.probe.opened import RecordedRun
+from visitlens.probe.opened import open as open_recording
+from visitlens.probe.run import RunRequest, pack_text
+
+METRICS = ("dyck", "text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationRequest:
+    """What to ablate and how it is judged. `text` and `max_tokens` are for the metric text, `dyck` for the metric dyck."""
+
+    recording: Path
+    checkpoint: Path
+    metric: str = "dyck"
+    mode: str = "zero"
+    dyck: DyckSettings = field(default_factory=DyckSettings)
+    text: Path | None = None
+    max_tokens: int = 4096
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    replace: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the stored analysis."""
+        return f"{self.metric}-{self.mode}"
+
+
+def ablate_recording(
+    request: AblationRequest, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Path]:
+    """Ablates every head, stores the result in the recording and, for the metric dyck, the found head's case study.
+
+    An analysis that is there already with the same settings is left alone.
+
+    Raises:
+        InputError: the checkpoint isn't the recorded model's, an unknown metric or mode, no text for the metric text.
+        RecordingError, CheckpointError, StorageError: what can't be read or written.
+    """
+    if request.metric not in METRICS or request.mode not in MODES:
+        raise InputError(
+            f"expected a metric among {', '.join(METRICS)} and a mode among {', '.join(MODES)}, got {request.metric!r} and {request.mode!r}"
+        )
+    rec = open_recording(request.recording)
+    weights, recorded = weights_sha256(request.checkpoint), rec.provenance["weights_sha256"]
+    if recorded != weights:
+        raise InputError(
+            f"{request.checkpoint}: its weights ({weights[:12]}) aren't those of {request.recording} ({str(recorded)[:12]}); "
+            "give the checkpoint that was recorded"
+        )
+    settings = _settings(request)
+    kinds = {analyses.ABLATION: request.name} | ({analyses.DYCK: request.mode} if request.metric == "dyck" else {})
+    files = [request.recording / analyses.FOLDER / f"{kind}-{name}.json" for kind, name in kinds.items()]
+    if not request.replace and _same(request.recording, kinds, settings):
+        return files
+    torch.set_num_threads(request.threads or 1)
+    model = load_model(request.checkpoint, request.dtype, request.device)
+    tokenizer = load_tokenizer(request.checkpoint)
+    if request.metric == "dyck":
+        task = dyck_task(request.dyck.draw(tokenizer), model.config.bos_token_id, model.config.pad_token_id)
+    else:
+        if request.text is None:
+            raise InputError("the metric text needs text: give --text")
+        text = RunRequest(
+            checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
+        )
+        task = text_task(pack_text(text, model.config))
+    sums = ablate_heads(model, task, mode=request.mode, seed=request.seed, on_progress=on_progress)
+    about = _about(rec, task, settings)
+    ablation = head_ablation(sums, name=request.name, metric=_TITLES[request.metric], mode=request.mode, about=about)
+    written = [analyses.store(request.recording, ablation)]
+    if request.metric == "dyck":
+        top = ablation.top()
+        study = study_head(model, tokenizer, top.layer, top.head, request.dyck, name=request.mode, about=about)
+        written.append(analyses.store(request.recording, study))
+    return written
+
+
+def ablate(
+    model: Any, task: Task, *, metric: Metric = nll, metric_name: str = "loss", mode: str = "zero", **options: Any
+) -> HeadAblation:
+    """Head ablation in a notebook, by any metric of the logits at the targets; not stored. `options` go to `ablate_heads`."""
+    sums = ablate_heads(model, task, mode=mode, metric=metric, **options)
+    about = {"documents": task.documents, "tokens": int((task.document >= 0).sum()), "settings": {"mode": mode}}
+    return head_ablation(
+        sums, name=f"{metric_name.replace(' ', '-')}-{mode}", metric=metric_name, mode=mode, about=about
+    )
+
+
+def head_ablation(sums: AblationSums, *, name: str, metric: str, mode: str, about: dict[str, Any]) -> HeadAblation:
+    """The result that is stored, from sums by group."""
+    labels = {
+        "visits": ["+".join(map(str, choice)) for choice in sums.visits],
+        "layer": list(sums.layers),
+        "head": list(sums.heads),
+    }
+    unit = "nats" if "loss" in metric else "units"
+    intact = Measure("intact", f"{metric}, intact model", (), unit, f"Mean of {metric} over targets.", "6.4")
+    effect = Measure(
+        "ablation_effect",
+        f"Change of {metric} when a head is ablated ({mode})",
+        ("visits", "layer", "head"),
+        unit,
+        f"{metric} with one head's PV {_MEANINGS[mode]} before W_O at these visits, minus that of the intact model.",
+        "6.4; each visit alone ours",
+    )
+    count = np.broadcast_to(sums.count[:, None, None, None], sums.change.shape)
+    return HeadAblation(
+        name,
+        metric,
+        mode,
+        Grouped(intact, {}, sums.intact, sums.count),
+        Grouped(effect, labels, sums.change, count),
+        about,
+    )
+
+
+def _settings(request: AblationRequest) -> dict[str, Any]:
+    """What decides the numbers, JSON-ready."""
+    settings: dict[str, Any] = {
+        "metric": request.metric,
+        "mode": request.mode,
+        "seed": request.seed,
+        "dtype": request.dtype,
+    }
+    if request.metric == "dyck":
+        return settings | {"dyck": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(request.dyck).items()}}
+    return settings | {"text": None if request.text is None else request.text.name, "max_tokens": request.max_tokens}
+
+
+def _same(recording: Path, kinds: dict[str, str], settings: dict[str, Any]) -> bool:
+    """Whether all analyses are there, made with these settings."""
+    for kind, name in kinds.items():
+        if name not in analyses.stored(recording, kind):
+            return False
+        if analyses.load(recording, kind, name).about.get("settings") != settings:
+            return False
+    return True
+
+
+def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "documents": task.documents,
+        "tokens": int((task.document >= 0).sum()),
+        "targets": len(task.position),
+        "settings": settings,
+        "provenance": rec.provenance,
+        "visitlens": visitlens.__version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+_TITLES = {"dyck": "Dyck target loss", "text": "text loss"}
+_MEANINGS = {
+    "zero": "set to zero",
+    "mean": "set to its mean over the sample",
+    "resample": "taken from another document",
+}

@@ -1,0 +1,241 @@
+"""A training corpus as token files that are read in place: documents of named categories, split in train and validation.
+
+`prepare` reads any text once and writes a folder:
+
+    corpus.json               counts, what was skipped and why, special tokens, the tokenizer's hash
+    tokenizer.json
+    train.tokens.npy          int32, all documents one after another, BOS and EOS included
+    train.documents.npy       [document] (start, length, category)
+    validation.*              the same
+
+Files named `*.train.*` and `*.validation.*` keep their split; otherwise a document goes to validation when the hash of its
+tokens says so, which depends on nothing else. Documents are streamed: the corpus may exceed memory. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.format import open_memmap
+
+from visitlens.kernels.errors import InputError
+from visitlens.probe.ladder.documents import Document, read_documents
+
+FORMAT = "visitlens-corpus"
+SPLITS = ("train", "validation")
+ROW = np.dtype([("start", "<i8"), ("length", "<i4"), ("category", "<i2")])
+_NAMES = {
+    "bos": ("<bos>", "<s>", "<|begin_of_text|>", "<|bos|>", "[BOS]", "<|startoftext|>", "<|endoftext|>", "[CLS]"),
+    "eos": ("<eos>", "</s>", "<|end_of_text|>", "<|eos|>", "[EOS]", "<|endoftext|>", "[SEP]"),
+    "pad": ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>"),
+}
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids that mark a document's start and end, and padding."""
+
+    bos: int
+    eos: int
+    pad: int
+
+    @classmethod
+    def of(cls, tokenizer: Any, bos: str | None = None, eos: str | None = None) -> SpecialTokens:
+        """By the names given, or the usual ones; padding falls back to EOS (padding is never read).
+
+        Raises:
+            InputError: the tokenizer has no such token.
+        """
+
+        def find(kind: str, name: str | None) -> int:
+            for candidate in (name,) if name else _NAMES[kind]:
+                if (found := tokenizer.token_to_id(candidate)) is not None:
+                    return found
+            what = f"token {name!r}" if name else f"{kind.upper()} token among {', '.join(_NAMES[kind])}"
+            raise InputError(f"the tokenizer has no {what}; name the one that {_ROLE[kind]} with --{kind}")
+
+        start, end = find("bos", bos), find("eos", eos)
+        return cls(start, end, next((i for n in _NAMES["pad"] if (i := tokenizer.token_to_id(n)) is not None), end))
+
+
+_ROLE = {"bos": "starts a document", "eos": "ends a document"}
+
+
+class TokenizedDocuments:
+    """Documents as token ids, read from disk when asked for: `documents[i]` is [position] int32, BOS first."""
+
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray) -> None:
+        self._tokens, self.rows = tokens, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        row = self.rows[index]
+        return self._tokens[row["start"] : row["start"] + row["length"]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[document] tokens."""
+        return self.rows["length"]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus, opened."""
+
+    folder: Path
+    categories: tuple[str, ...]
+    special: SpecialTokens
+    train: TokenizedDocuments
+    validation: TokenizedDocuments
+    report: dict[str, Any]
+
+    @property
+    def tokenizer_file(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    @classmethod
+    def open(cls, folder: Path) -> Corpus:
+        """Raises InputError where no prepared corpus is."""
+        try:
+            report = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+            if report["format"] != FORMAT:
+                raise ValueError(f"format is {report['format']!r}")
+            splits = [
+                TokenizedDocuments(
+                    np.load(folder / f"{split}.tokens.npy", mmap_mode="r"), np.load(folder / f"{split}.documents.npy")
+                )
+                for split in SPLITS
+            ]
+            return cls(folder, tuple(report["categories"]), SpecialTokens(**report["special"]), *splits, report)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"expected a prepared corpus in {folder}; {error}. Prepare it again.") from error
+
+
+def prepare(
+    source: Path | Iterable[Document],
+    tokenizer_file: Path,
+    out: Path,
+    *,
+    bos: str | None = None,
+    eos: str | None = None,
+    validation_share: float = 0.05,
+    max_tokens: int | None = None,
+) -> Corpus:
+    """Tokenises text into `out` (a folder), or opens it where that was done from the same source before.
+
+    `source`: what `read_documents` takes, or documents. With `max_tokens`, reading stops after so many tokens a file.
+
+    Raises:
+        InputError: no document has a token, all of them fell into one split, or the tokenizer lacks BOS or EOS.
+    """
+    from visitlens.hooks.models.checkpoint import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_file)
+    special = SpecialTokens.of(tokenizer, bos, eos)
+    asked = {
+        "source": str(source.resolve()) if isinstance(source, Path) else "documents",
+        "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        "special": vars(special),
+        "validation_share": validation_share,
+        "max_tokens": max_tokens,
+    }
+    if (out / "corpus.json").is_file():
+        corpus = Corpus.open(out)
+        differs = [name for name, value in asked.items() if corpus.report[name] != value]
+        if differs:
+            raise InputError(f"{out} holds a corpus with another {', '.join(differs)}; choose another folder")
+        return corpus
+    out.mkdir(parents=True, exist_ok=True)
+    skipped: Counter[str] = Counter()
+    writers = {split: _Writer(out, split) for split in SPLITS}
+    for split, documents in _sources(source, skipped):
+        taken = 0
+        while texts := list(islice(documents, 256)):
+            for document, encoding in zip(
+                texts, tokenizer.encode_batch([d.text for d in texts], add_special_tokens=False), strict=True
+            ):
+                if not encoding.ids:
+                    skipped["without a token"] += 1
+                    continue
+                ids = np.array([special.bos, *encoding.ids, special.eos], dtype=np.int32)
+                chosen = split or ("validation" if _fraction(ids) < validation_share else "train")
+                writers[chosen].add(ids, document.category or "text")
+                taken += len(ids)
+            if max_tokens is not None and taken >= max_tokens:
+                break
+    empty = [split for split, writer in writers.items() if not writer.lengths]
+    if empty:
+        raise InputError(
+            f"no document for {' or '.join(empty)}: {sum(len(w.lengths) for w in writers.values())} documents have a token in all; add text or change validation_share"
+        )
+    categories = sorted({c for writer in writers.values() for c in writer.categories})
+    counts = {split: writer.finish(categories) for split, writer in writers.items()}
+    shutil.copyfile(tokenizer_file, out / "tokenizer.json")
+    report = {"format": FORMAT, "categories": categories, **asked, "documents": counts, "skipped": dict(skipped)}
+    (out / "corpus.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return Corpus.open(out)
+
+
+def _sources(
+    source: Path | Iterable[Document], skipped: Counter[str]
+) -> Iterator[tuple[str | None, Iterator[Document]]]:
+    """(split or None, documents) of each file."""
+    if not isinstance(source, Path):
+        yield None, iter(source)
+        return
+    named = sorted(f for split in SPLITS for f in source.glob(f"*.{split}.*")) if source.is_dir() else []
+    for file in named or [source]:
+        split = next((s for s in SPLITS if f".{s}." in file.name), None)
+        yield split, read_documents(file)
+
+
+def _fraction(ids: np.ndarray) -> float:
+    """In [0, 1), by the document's tokens alone."""
+    return int.from_bytes(hashlib.sha256(ids.tobytes()).digest()[:8], "little") / 2**64
+
+
+class _Writer:
+    def __init__(self, folder: Path, split: str) -> None:
+        self._folder, self._split = folder, split
+        self._raw = (folder / f"{split}.tokens.raw").open("wb")
+        self.lengths: list[int] = []
+        self.categories: list[str] = []
+
+    def add(self, ids: np.ndarray, category: str) -> None:
+        self._raw.write(ids.tobytes())
+        self.lengths.append(len(ids))
+        self.categories.append(category)
+
+    def finish(self, categories: list[str]) -> dict[str, dict[str, int]]:
+        """Writes the arrays; documents and tokens by category."""
+        self._raw.close()
+        raw = self._folder / f"{self._split}.tokens.raw"
+        lengths = np.array(self.lengths, dtype=np.int64)
+        tokens = open_memmap(self._folder / f"{self._split}.tokens.npy", "w+", np.int32, (int(lengths.sum()),))
+        tokens[:] = np.memmap(raw, np.int32, "r")
+        tokens.flush()
+        raw.unlink()
+        rows = np.zeros(len(lengths), dtype=ROW)
+        rows["length"], rows["start"] = lengths, np.cumsum(lengths) - lengths
+        rows["category"] = [categories.index(c) for c in self.categories]
+        np.save(self._folder / f"{self._split}.documents.npy", rows)
+        return {
+            name: {"documents": int(mine.sum()), "tokens": int(lengths[mine].sum())}
+            for i, name in enumerate(categories)
+            if (mine := rows["category"] == i).any()
+        }

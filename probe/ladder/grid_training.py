@@ -1,0 +1,147 @@
+"""Trains a grid of matched pairs into a folder, cell by cell; what is finished is skipped, what is not goes on.
+
+out/corpus/                     the prepared text
+out/44K-S85/looped/tokens-N/    checkpoint folders (and each run's state and metrics beside)
+out/grid.json                   the cells so far, as `visitlens.probe.grid.Grid`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.kernels.errors import InputError
+from visitlens.probe.grid import SIDES, Grid, GridCell
+from visitlens.probe.ladder.corpus import Corpus
+from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan
+from visitlens.probe.ladder.train import Cadence, Recipe, train
+
+JobProgress = Callable[[str, int, int, float], None]
+"""Called with a model's name, tokens done, tokens in all, the last loss."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model of one cell."""
+
+    name: str
+    config: LoopedMoEConfig
+    recipe: Recipe
+    corpus: Path
+    out: Path
+    cadence: Cadence
+
+    def run(self, on_progress: JobProgress = lambda name, done, total, loss: None) -> None:
+        import torch
+
+        from visitlens.kernels.memory import keep_freed_memory
+
+        torch.set_num_threads(1)  # several processes of one thread beat one process of several at these sizes
+        keep_freed_memory()
+        train(
+            self.config,
+            self.recipe,
+            Corpus.open(self.corpus),
+            self.out,
+            cadence=self.cadence,
+            on_progress=lambda done, total, loss: on_progress(self.name, done, total, loss),
+        )
+
+
+def jobs_of(
+    plan: GridPlan,
+    corpus: Corpus,
+    out: Path,
+    *,
+    cells: Sequence[str] = (),
+    tokens: int | None = None,
+    horizons: int | None = None,
+    seed: int = 0,
+) -> list[Job]:
+    """Baseline and looped model of each cell in the plan's order, once per horizon: the shortest of all cells first, so that
+    a grid stopped early is whole. `tokens` (the longest horizon) and `horizons` replace the plan's own.
+
+    Raises:
+        InputError: a cell that the plan doesn't have.
+    """
+    vocabulary = vocabulary_size(corpus)
+    special = {f"{name}_token_id": value for name, value in vars(corpus.special).items()}
+    cadence = Cadence(dyck_prompts=plan.dyck_prompts)
+    jobs = []
+    for round_ in range(horizons or plan.horizons):
+        for cell in chosen_cells(plan, cells):
+            recipe = Recipe.of(
+                tokens or cell.scale.tokens, horizons=horizons or plan.horizons, seed=seed, batch=plan.batch
+            )
+            recipe = replace(recipe, horizons=recipe.horizons[: round_ + 1])
+            for side in ("baseline", "looped"):
+                config = replace(getattr(cell, side), vocab_size=vocabulary, **special)
+                name = f"{cell.name} {side}"
+                jobs.append(Job(name, config, recipe, corpus.folder, out / cell.name / side, cadence))
+    return jobs
+
+
+def chosen_cells(plan: GridPlan, names: Sequence[str]) -> list[CellPlan]:
+    """The cells named, or all; a scale's or a level's name (`44K`, `S85`) stands for its row or column."""
+    cells = plan.cells
+    unknown = [n for n in names if not any(_named(c, n) for c in cells)]
+    if unknown:
+        raise InputError(
+            f"grid {plan.name} has no {', '.join(unknown)}; its cells are {', '.join(c.name for c in cells)}"
+        )
+    return [c for c in cells if not names or any(_named(c, n) for n in names)]
+
+
+def _named(cell: CellPlan, name: str) -> bool:
+    return name in (cell.name, cell.scale.name, f"S{cell.level}")
+
+
+def vocabulary_size(corpus: Corpus) -> int:
+    from visitlens.hooks.models.checkpoint import load_tokenizer
+
+    return load_tokenizer(corpus.tokenizer_file).get_vocab_size()
+
+
+def train_grid(
+    jobs: Iterable[Job], plan: GridPlan, out: Path, *, workers: int = 1, on_progress: JobProgress = lambda *_: None
+) -> Grid:
+    """Runs the jobs, several at a time in processes of their own, and writes `grid.json` after each.
+
+    Raises:
+        VisitlensError: the first job that failed; those that run go on to their end before it is raised.
+    """
+    if workers == 1:
+        for job in jobs:
+            job.run(on_progress)
+            write_grid(plan, out)
+        return write_grid(plan, out)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        running = {pool.submit(job.run): job for job in jobs}
+        for future in as_completed(running):
+            future.result()
+            job = running[future]
+            on_progress(job.name, job.recipe.horizons[-1], job.recipe.horizons[-1], float("nan"))
+            write_grid(plan, out)
+    return write_grid(plan, out)
+
+
+def write_grid(plan: GridPlan, out: Path) -> Grid:
+    """`grid.json` with the cells of which both models are finished, each pair at its longest common horizon."""
+    cells = []
+    for cell in plan.cells:
+        runs = {side: out / cell.name / side for side in SIDES}
+        if common := set.intersection(*(finished_horizons(run) for run in runs.values())):
+            last = f"tokens-{max(common)}"
+            cells.append(GridCell(cell.scale.name, cell.level, **{side: run / last for side, run in runs.items()}))
+    grid = Grid(plan.name, tuple(s.name for s in plan.scales), plan.levels, tuple(cells))
+    grid.write(out)
+    return grid
+
+
+def finished_horizons(run: Path) -> set[int]:
+    """Tokens at which a run's finished branches end."""
+    return {int(file.parent.name.removeprefix("tokens-")) for file in run.glob("tokens-*/training.json")}

@@ -1,0 +1,194 @@
+"""One model in training: AdamW, warm-up, constant rate, cosine decay; its exact state on disk; one process or several.
+
+Run under `torchrun`, every process takes its share of each batch and torch's DistributedDataParallel averages the
+gradients. With bfloat16 the model computes in it and the optimiser keeps float32 weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+from visitlens.hooks.models.checkpoint import DTYPES
+from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.looped_moe import LoopedMoE, TrainingLoss
+from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
+from visitlens.probe.ladder.stream import TrainingStream
+
+DECAYED_TO = 0.02
+"""The rate at the end of a decay, over its peak."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything but the model and the corpus that decides what is learnt.
+
+    One stable run (warm-up, then a constant rate) from which decay branches fork: each ends at one of `horizons`, after
+    `decay_tokens` of cosine decay. So one stable run gives trained models at several token counts, as in the paper.
+    """
+
+    horizons: tuple[int, ...]
+    decay_tokens: int
+    warmup_tokens: int = 150_000
+    batch: int = 4
+    learning_rate: float = 5e-3
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    dyck_share: float = 0.25
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rising = list(self.horizons) == sorted(set(self.horizons)) and len(self.horizons) > 0
+        if not rising or self.decay_tokens < 1 or self.horizons[0] <= self.decay_tokens:
+            raise InputError(
+                f"expected rising horizons, each longer than the decay of {self.decay_tokens} tokens, got {self.horizons}"
+            )
+        if self.dtype not in ("float32", "bfloat16"):
+            raise InputError(f"train in float32 or bfloat16, got {self.dtype!r}")
+
+    @classmethod
+    def of(cls, tokens: int, *, horizons: int = 1, decay_share: float = 0.2, **options: Any) -> Recipe:
+        """Evenly spaced horizons up to `tokens`, each decaying over `decay_share` of the first."""
+        ends = tuple(tokens * (i + 1) // horizons for i in range(horizons))
+        warmup = min(cls.warmup_tokens, tokens // 10)
+        return cls(ends, int(ends[0] * decay_share), **{"warmup_tokens": warmup, **options})
+
+    def rate_at(self, seen: int, horizon: int | None) -> float:
+        """The rate of the update after `seen` tokens, on the stable run (None) or on the branch to `horizon`."""
+        if horizon is not None and seen >= horizon - self.decay_tokens:
+            progress = min((seen - horizon + self.decay_tokens) / self.decay_tokens, 1.0)
+            return self.learning_rate * (DECAYED_TO + (1 - DECAYED_TO) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.learning_rate * min(max(seen, 1) / self.warmup_tokens, 1.0)
+
+
+class _Loss(nn.Module):
+    """`training_loss` as a forward, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, model: LoopedMoE) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
+        return self.model.training_loss(tokens, segments)
+
+
+class Trainer:
+    """One model, its optimiser and its place in the stream."""
+
+    def __init__(self, config: LoopedMoEConfig, recipe: Recipe, stream: TrainingStream, device: str = "cpu") -> None:
+        self.recipe, self.stream, self.device = recipe, stream, device
+        self.rank, self.world = _rank_and_world()
+        if recipe.batch % self.world:
+            raise InputError(f"a batch of {recipe.batch} contexts can't be shared equally by {self.world} processes")
+        self.model = LoopedMoE(config)
+        self.model.init_weights(recipe.seed)
+        self.model.to(device=device, dtype=DTYPES[recipe.dtype])
+        self._loss = _Loss(self.model)
+        if self.world > 1:
+            self._loss = nn.parallel.DistributedDataParallel(self._loss)
+        self._weights = {
+            n: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for n, p in self.model.named_parameters()
+        }
+        groups = [
+            {"params": [p for p in self._weights.values() if p.ndim > 1], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in self._weights.values() if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+        self.seen = 0
+        self.seconds = 0.0  # of CPU time: other programs don't count
+
+    def step(self, horizon: int | None = None) -> dict[str, float]:
+        """One update, on the stable run or on the branch to `horizon`.
+
+        Raises:
+            VisitlensError: a loss or gradient that is not finite; nothing was updated.
+        """
+        began = time.process_time()
+        rate = self.recipe.rate_at(self.seen, horizon)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens, segments = (torch.from_numpy(a) for a in self.stream.next_batch())
+        mine = slice(self.rank, None, self.world)
+        loss = self._loss(tokens[mine].to(self.device), segments[mine].to(self.device))
+        loss.total.backward()
+        self._gradients_to_weights()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.recipe.clip)
+        if not torch.isfinite(norm + loss.total.detach()):  # the norm is the same in every process
+            raise VisitlensError(
+                f"the loss is {float(loss.total.detach())}, its gradient {float(norm)} after {self.seen:,} tokens: training has diverged. The last checkpoint is kept; try a lower learning rate"
+            )
+        self.optimizer.step()
+        self._weights_to_model()
+        self.optimizer.zero_grad()
+        self.seen += tokens.numel()
+        self.seconds += time.process_time() - began
+        return {
+            "tokens": self.seen,
+            "loss": loss.cross_entropy.item(),
+            "load_balance": loss.load_balance.item(),
+            "router_z": loss.router_z.item(),
+            "gradient_norm": norm.item(),
+            "learning_rate": rate,
+        }
+
+    def save(self, path: Path) -> None:
+        """Weights, moments and the place in the stream in one safetensors file, replaced in one step."""
+        if self.rank:
+            return
+        tensors = {f"weight.{name}": p.detach() for name, p in self._weights.items()}
+        for name, p in self._weights.items():
+            tensors |= {f"{key}.{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
+        metadata = {"seen": str(self.seen), "seconds": str(self.seconds), "stream": json.dumps(self.stream.state())}
+        partial = path.with_suffix(".tmp")
+        save_file(tensors, partial, metadata=metadata)
+        partial.replace(path)
+
+    @torch.no_grad()
+    def restore(self, path: Path) -> None:
+        """Goes on exactly where `save` was called.
+
+        Raises:
+            CheckpointError: the file is damaged or another model's.
+        """
+        try:
+            with safe_open(path, framework="pt", device=self.device) as file:
+                names, metadata = set(file.keys()), file.metadata()
+                for name, p in self._weights.items():
+                    p.copy_(file.get_tensor(f"weight.{name}"))
+                    keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in names]
+                    self.optimizer.state[p] = {k: file.get_tensor(f"{k}.{name}") for k in keys}
+        except Exception as error:  # SafetensorError, or shapes of another model
+            raise CheckpointError(
+                f"{path}: not this model's training state ({error}); delete the folder to start over"
+            ) from error
+        self._weights_to_model()
+        self.seen, self.seconds = int(metadata["seen"]), float(metadata["seconds"])
+        self.stream.restore(json.loads(metadata["stream"]))
+
+    def _gradients_to_weights(self) -> None:
+        for name, p in self.model.named_parameters():
+            if (weight := self._weights[name]) is not p:
+                weight.grad, p.grad = None if p.grad is None else p.grad.float(), None
+
+    @torch.no_grad()
+    def _weights_to_model(self) -> None:
+        for name, p in self.model.named_parameters():
+            if (weight := self._weights[name]) is not p:
+                p.copy_(weight)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,48 @@
+"""Analyses with made-up numbers, for tests that only read, check or draw them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from visitlens.probe.ablation import AblationSums, visit_choices
+from visitlens.probe.ablation_run import head_ablation
+from visitlens.probe.analyses import DyckExample, DyckStudy, Grouped, HeadAblation
+from visitlens.probe.dyck_study import _MASS, _SCORES
+
+PROMPTS = 12
+ABOUT = {"documents": PROMPTS, "tokens": 500, "provenance": {"recording": "made up"}}
+
+
+def ablation(visits: int, layers: tuple[int, ...] = (1, 2), heads: int = 4) -> HeadAblation:
+    """Head 3 of layer 2 matters most."""
+    rng = np.random.default_rng(0)
+    choices = visit_choices(visits)
+    change = rng.normal(0, 0.05, (PROMPTS, len(choices), len(layers), heads))
+    change[:, :, -1, 3] += 1.5
+    count = np.full(PROMPTS, 3.0)
+    sums = AblationSums(choices, layers, tuple(range(heads)), rng.random(PROMPTS), change, count)
+    return head_ablation(sums, name="dyck-zero", metric="Dyck target loss", mode="zero", about=ABOUT)
+
+
+def dyck_study(visits: int) -> DyckStudy:
+    """Layer 2, head 3: from the segment start to the answers. One token is markup."""
+    rng = np.random.default_rng(1)
+    shots = [1, 2, 4, 8]
+    count = np.full((PROMPTS, len(shots), 3, visits, 2), 3.0)
+    shift = np.linspace(0, 1, visits)
+    mean = np.stack([0.6 - 0.5 * shift, 0.2 + 0.6 * shift], -1)
+    total = count * (mean + rng.normal(0, 0.02, count.shape))
+    labels = {
+        "shots": shots,
+        "heads": ["dyck head", "other heads", "uniform"],
+        "visit": list(range(1, visits + 1)),
+        "part": ["bos", "answers"],
+    }
+    pieces = ("BOS", "<b>", " ", ")", "\n", "<", "Out", ")", "]", "}")
+    maps = rng.random((visits, 3, len(pieces)))
+    example = DyckExample(1, pieces, (7, 8, 9), ((3, 5),), maps / maps.sum(-1, keepdims=True))
+    scores = {
+        name: Grouped(measure, {"shots": [0, *shots]}, rng.random((PROMPTS, 5)), np.ones((PROMPTS, 5)))
+        for name, measure in _SCORES.items()
+    }
+    return DyckStudy("zero", 2, 3, scores, Grouped(_MASS, labels, total, count), (example,), ABOUT)
