@@ -38,15 +38,19 @@ _MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second
 class Captured:
     """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...].
 
-    `absent` names the steps that lack a site, with the reason; `rules` the steps whose attention
+    `absent` names the steps that lack a site, with the reason; `widths` a token's shape of sites that no step has; `rules` the steps whose attention
     rows aren't the plain causal softmax of Q and K.
     """
 
     def __init__(
-        self, plan: ExecutionPlan, sites: tuple[str, ...], absent: Mapping[str, Mapping[int, str]] | None = None
+        self,
+        plan: ExecutionPlan,
+        sites: tuple[str, ...],
+        absent: Mapping[str, Mapping[int, str]] | None = None,
+        widths: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.plan, self.sites = plan, sites
-        self.absent = absent or {}
+        self.absent, self.widths = absent or {}, widths or {}
         self.rules: dict[int, AttentionRule] = {}
         self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
 
@@ -90,7 +94,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
         InputError: an unknown site, or one that the model doesn't have.
     """
     if isinstance(model, InstrumentedModel):
-        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps())
+        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.missing_widths())
         with model.observing(captured):
             yield captured
         return
@@ -144,7 +148,7 @@ class StepValues:
         self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
-        """NaN (expert 0) at a step that lacks the site; one NaN a token of a site that no step has."""
+        """NaN (expert 0) at a step that lacks the site."""
         if (name, step) not in self._flat:
             if step in self._captured.absent.get(name, {}):
                 self._flat[name, step] = self._nothing_at(name)
@@ -156,7 +160,7 @@ class StepValues:
     def _nothing_at(self, name: str) -> Tensor:
         having = [s.index for s in self.plan.steps if s.index not in self._captured.absent[name]]
         if not having:
-            return torch.full((self.segments.num_tokens, 1), float("nan"))
+            return torch.full((self.segments.num_tokens, *self._captured.widths[name]), float("nan"))
         like = self.site(name, having[0])
         return torch.full_like(like, float("nan") if like.is_floating_point() else 0)
 
@@ -205,14 +209,14 @@ class StepValues:
         if steps[0] in self._captured.absent.get("Q", {}):
             return self._no_rows(len(steps))
         rules = [self._captured.rules.get(step) for step in steps]
-        longest = max((end - start for start, end in self.segments.spans), default=0)
         visits = [self._queries_and_keys(step) for step in steps]
-        if all(rule is None or rule.is_plain(longest) for rule in rules):
-            scale = rules[0].scale if rules[0] else None
-            if not overlaps:
-                rows = [row_statistics(q, k, self.segments, scale, self._implementation) for q, k in visits]
-                return VisitOverlaps(rows, {}, None)
-            return visit_overlaps(visits, self.segments, scale, self._implementation)
+        first = rules[0] or AttentionRule(visits[0][0].shape[-1] ** -0.5)  # the same at every visit of a layer
+        if first.in_kernels:
+            fixed = {"window": first.window, "soft_cap": first.soft_cap, "sinks": first.sinks}
+            if overlaps:
+                return visit_overlaps(visits, self.segments, first.scale, self._implementation, **fixed)
+            rows = [row_statistics(q, k, self.segments, first.scale, self._implementation, **fixed) for q, k in visits]
+            return VisitOverlaps(rows, {}, None)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
             rule = rules[visit]

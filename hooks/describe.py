@@ -49,7 +49,7 @@ _TAIL = """
 Activations of a token range carry the attribute `token_start`. Models of bfloat16 keep its bits as u2 with `logical_dtype` = `bfloat16`:
 `torch.from_numpy(a).view(torch.bfloat16)` reads them without loss. `O` is the attention write times the loop count, and is not stored twice.
 
-Chunks: vectors [1, 256, ...] with Fletcher32 and no compression; routing, statistics and sums shuffle, gzip-1, Fletcher32. No plugin is needed to read a
+Chunks: vectors [1, 256, ...] with Fletcher32 and no compression; routing and statistics [1, 16384, ...] and sums shuffle, gzip-1, Fletcher32. No plugin is needed to read a
 recording.
 
 ## Writing

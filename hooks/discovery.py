@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.hooks.adapters.family import physical_layers
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.kernels.errors import InputError
 
@@ -22,7 +23,7 @@ Run = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
-class Ledger:
+class StepLedger:
     """What ran. `modules[i]` is the path of the module that ran step i of `plan`; `layers` the paths of each physical
     layer's modules; `visited` the visits at which a submodule ran: (layer, path below the module) -> visits."""
 
@@ -40,7 +41,7 @@ class Ledger:
         ]
 
 
-def discover(model: nn.Module, run: Run, tokens: Tensor) -> Ledger:
+def discover(model: nn.Module, run: Run, tokens: Tensor) -> StepLedger:
     """The ledger of `run(tokens)`, tokens [context, position]; runs it once more on fewer positions.
 
     Raises:
@@ -51,7 +52,7 @@ def discover(model: nn.Module, run: Run, tokens: Tensor) -> Ledger:
     ran = list(dict.fromkeys(calls))
     if not ran:
         raise InputError("found no layers: no member of a module list ran in a forward of this model")
-    groups = _tied_groups({path: candidates[path] for path in ran})
+    groups = physical_layers({path: candidates[path] for path in ran})
     flags = false_loops(model, candidates, run, tokens)
     flags += [f"{path} never ran" for path in candidates if path not in ran]
     return follow(model, groups, run, tokens, flags)
@@ -59,7 +60,7 @@ def discover(model: nn.Module, run: Run, tokens: Tensor) -> Ledger:
 
 def follow(
     model: nn.Module, layers: Sequence[Sequence[str]], run: Run, tokens: Tensor, flags: Iterable[str] = ()
-) -> Ledger:
+) -> StepLedger:
     """The ledger of known layers: which of their modules and submodules ran, in order and by visit."""
     calls: list[tuple[int, str]] = []
     visited: dict[tuple[int, str], set[int]] = {}
@@ -86,7 +87,7 @@ def follow(
             handle.remove()
     plan = ExecutionPlan.from_layers(layer for layer, _ in calls)
     seen = {key: frozenset(visits) for key, visits in visited.items()}
-    return Ledger(plan, tuple(path for _, path in calls), tuple(tuple(p) for p in layers), seen, tuple(flags))
+    return StepLedger(plan, tuple(path for _, path in calls), tuple(tuple(p) for p in layers), seen, tuple(flags))
 
 
 def _layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
@@ -126,22 +127,6 @@ def _calls(candidates: Mapping[str, nn.Module], run: Run, tokens: Tensor) -> lis
         for handle in handles:
             handle.remove()
     return calls
-
-
-def _tied_groups(candidates: Mapping[str, nn.Module]) -> list[list[str]]:
-    """Paths by physical layer, in order of first run."""
-    sizes = {path: {id(p): p.numel() for p in module.parameters()} for path, module in candidates.items()}
-    groups: list[list[str]] = []
-    for path, mine in sizes.items():
-        for group in groups:
-            first = sizes[group[0]]
-            shared = sum(size for key, size in mine.items() if key in first)
-            if 2 * shared >= min(sum(mine.values()), sum(first.values())):
-                group.append(path)
-                break
-        else:
-            groups.append([path])
-    return groups
 
 
 def false_loops(model: Any, candidates: Mapping[str, nn.Module], run: Run, tokens: Tensor) -> list[str]:

@@ -67,7 +67,8 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _logits(model: AdaptedModel, tokens: Tensor, **options: Any) -> Tensor:
-    return model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options}).logits
+    result = model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options})
+    return model.family.logits(result)
 
 
 def _observation(model: AdaptedModel, tokens: Tensor) -> Guard:
@@ -135,7 +136,8 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
     with capture(model, sites) as captured:
         for first, last in [(0, start), *((i, i + 1) for i in range(start, tokens.shape[1]))]:
             options = {} if cache is None else {"cache": cache}
-            result = _call(model, tokens[:, first:last], use_cache=True, **options)
+            state = model.family.start(model.model, tokens[:, first:last], first)
+            result = model.model(tokens[:, first:last], **{**model.family.call, "use_cache": True, **state, **options})
             cache = getattr(result, "cache", None)
             if cache is None:
                 return Guard("cached generation", None, "the model returns no cache")
@@ -146,10 +148,6 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
                         worst, place = off, f"{site} at {model.plan.steps[step]}, token {first}"
     at = f", at most at {place}" if worst else ""
     return Guard("cached generation", worst < 10 * _NEAR, f"equals the full prefill within {worst:.1e}{at}")
-
-
-def _call(model: AdaptedModel, tokens: Tensor, **options: Any) -> Any:
-    return model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options})
 
 
 def _own_packing(model: AdaptedModel, tokens: Tensor) -> list[Guard]:

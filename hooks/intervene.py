@@ -91,6 +91,8 @@ def intervene(
     if not chain:
         yield
         return
+    for intervention in chain:
+        intervention.prepare(model.plan)
     session = _Session(model, chain, earlier)
     names = [(_hook_name(model, site, step), partial(session.change, site, step)) for site, step in session.places]
     with model.hooks(fwd_hooks=names), ExitStack() as put_back:

@@ -366,7 +366,7 @@ class _ShardArrays:
             elif name.startswith("attn/"):
                 chunks = (1, 1, *array.shape[2:])
             else:
-                chunks = (1, min(array.shape[1], 256 if vector else 4096), *array.shape[2:])
+                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
             filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
             dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
             if name in self._token_starts:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from visitlens.hooks.discovery import Ledger
+from visitlens.hooks.discovery import StepLedger
 
 TIED, PARTLY, PER_VISIT, UNTIED = "tied", "partly tied", "per-visit", "untied"
 
@@ -27,12 +27,12 @@ class Tie:
         return asdict(self)
 
 
-def audit_ties(model: nn.Module, ledger: Ledger) -> list[Tie]:
+def audit_ties(model: nn.Module, ledger: StepLedger) -> list[Tie]:
     """By looped layer, its components in order. A component is a direct child of the layer's module, or its own Parameters."""
     return [tie for layer in ledger.plan.looped_layers for tie in _layer_ties(model, ledger, layer)]
 
 
-def _layer_ties(model: nn.Module, ledger: Ledger, layer: int) -> list[Tie]:
+def _layer_ties(model: nn.Module, ledger: StepLedger, layer: int) -> list[Tie]:
     modules = [model.get_submodule(path) for path in ledger.layers[layer]]
     visits = frozenset(range(1, ledger.plan.visits[layer] + 1))
     components: dict[str, list[str]] = {}

@@ -79,8 +79,10 @@ def ablate_recording(
     torch.set_num_threads(request.threads or 1)
     model = load_model(request.checkpoint, request.dtype, request.device)
     tokenizer = load_tokenizer(request.checkpoint)
+    dyck, shots = request.dyck, ()
     if request.metric == "dyck":
-        task = dyck_task(request.dyck.draw(tokenizer), model.config.bos_token_id, model.config.pad_token_id)
+        dyck, shots = dyck.fitting(tokenizer, model.config.context_length)
+        task = dyck_task(dyck.draw(tokenizer), model.config.bos_token_id, model.config.pad_token_id)
     else:
         if request.text is None:
             raise InputError("the metric text needs text: give --text")
@@ -94,7 +96,7 @@ def ablate_recording(
     written = [analyses.store(request.recording, ablation)]
     if request.metric == "dyck":
         top = ablation.top()
-        study = study_head(model, tokenizer, top.layer, top.head, request.dyck, name=request.mode, about=about)
+        study = study_head(model, tokenizer, top.layer, top.head, dyck, name=request.mode, about=about, shots=shots)
         written.append(analyses.store(request.recording, study))
     return written
 

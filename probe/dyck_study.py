@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy, Grouped
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
@@ -44,6 +45,24 @@ class DyckSettings:
         options: dict[str, Any] = {"kinds": self.kinds, "depth": self.depth, "length": self.length, "style": self.style}
         shots = self.shots if shots is None else shots
         return [dyck_case((STUDY, self.seed, i), tokenizer, shots=shots, **options) for i in range(self.prompts)]
+
+    def fitting(self, tokenizer: Any, context_length: int) -> tuple[DyckSettings, tuple[int, ...]]:
+        """These settings with as many shots as fit the context, and every number of shots that does.
+
+        Raises:
+            InputError: not even one demonstration fits.
+        """
+        fits = []
+        for k in sorted({*SHOTS, self.shots}):
+            longest = max(len(prompt.tokens) for prompt in self.draw(tokenizer, k)) + 1
+            if longest > context_length:
+                break
+            fits.append(k)
+        if len(fits) < 2:
+            raise InputError(
+                f"a Dyck prompt with one demonstration doesn't fit the model's context of {context_length} tokens"
+            )
+        return replace(self, shots=max(k for k in fits if k <= max(self.shots, 1))), tuple(fits)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,15 @@ from typing import Any
 import numpy as np
 
 from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.probe.figures.dyck_map import dyck_study
 from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import INTERVAL
 from visitlens.probe.measure import Measure, StatArray, json_numbers
 from visitlens.probe.opened import RecordedRun
 
+PAPER = "arXiv 2609.01343 v3, Section 6"
+RULE = "A direction holds if the whole interval of the difference lies on the claimed side of 0; is not decided if it contains 0."
 HOLDS, FAILS, OPEN, UNMEASURED = "holds", "does not hold", "not decided", "not measured"
 
 
@@ -34,7 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Claim:
-    """`direction` is +1 where the difference is claimed to be positive, -1 where negative; `paper` is what it prints."""
+    """`direction` is +1 where the difference is claimed to be positive, -1 where negative; `paper` is what it prints, as
+    text, and as ranges (low, high) of `ours` and of what it is compared with, where it prints numbers for them."""
 
     key: str
     section: str
@@ -45,6 +50,8 @@ class Claim:
     against_is: str
     direction: int
     evidence: Callable[[Pair], Evidence]
+    published: tuple[float, float] | None = None
+    published_against: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,14 @@ class Finding:
     difference: StatArray | None = None
     layers: tuple[int, int] | None = None
 
+    @property
+    def in_range(self) -> bool | None:
+        """Whether our value lies in the paper's range; None where it prints none (or one number) or we have no value."""
+        low, high = self.claim.published or (0.0, 0.0)
+        if low == high or self.ours is None or np.isnan(self.ours.values):
+            return None
+        return bool(low <= self.ours.values <= high)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         claim = self.claim
@@ -68,6 +83,9 @@ class Finding:
         }
         return {
             **texts,
+            "published": claim.published,
+            "published_against": claim.published_against,
+            "ours_in_published_range": self.in_range,
             "claimed_direction": "positive" if claim.direction > 0 else "negative",
             "verdict": self.verdict,
             "reason": self.reason,
@@ -88,11 +106,31 @@ def findings(pair: Pair) -> list[Finding]:
     return [_find(claim, pair) for claim in CLAIMS]
 
 
+def grid_findings(grid: PairGrid) -> dict[str, list[Finding]]:
+    """Cell title -> every claim there; then, under the grid's own name, what is claimed of several cells together."""
+    found = {cell.title: findings(cell.pair) for cell in grid.every_cell() if cell.pair is not None}
+    return {**found, grid.name: [_overlap_falls(grid)]}
+
+
+def grid_findings_data(grid: PairGrid, found: dict[str, list[Finding]]) -> dict[str, Any]:
+    """JSON-ready, as `findings_data`, by cell."""
+    return {
+        "paper": PAPER,
+        "rule": RULE,
+        "interval": INTERVAL,
+        "grid": grid.name,
+        "missing": {cell.title: cell.missing for cell in grid.every_cell() if cell.pair is None},
+        "warnings": grid.warnings(),
+        "models": {cell.title: cell.pair.describe() for cell in grid.every_cell() if cell.pair is not None},
+        "findings": {where: [finding.to_dict() for finding in each] for where, each in found.items()},
+    }
+
+
 def findings_data(pair: Pair, found: list[Finding]) -> dict[str, Any]:
     """JSON-ready: the findings, what they are of, and how they were decided."""
     return {
-        "paper": "arXiv 2609.01343 v3, Section 6",
-        "rule": "A direction holds if the whole interval of the difference lies on the claimed side of 0; is not decided if it contains 0.",
+        "paper": PAPER,
+        "rule": RULE,
         "interval": INTERVAL,
         "models": pair.describe(),
         "warnings": pair.warnings(),
@@ -233,7 +271,54 @@ def _baseline_sink(pair: Pair) -> Evidence:
     return Evidence(late, early, _minus(late, early))
 
 
+def _dyck(part: str) -> Callable[[Pair], Evidence]:
+    """The Dyck head's mass at the last visit against the first, at four demonstrations or the most there are."""
+
+    def evidence(pair: Pair) -> Evidence:
+        study = dyck_study(_looped(pair))
+        shots = study.mass.labels["shots"]
+        mass = study.mass.sel(heads="dyck head", part=part, shots=4 if 4 in shots else shots[-1])
+        first, last = (mass.sel(visit=mass.labels["visit"][at]) for at in (0, -1))
+        return Evidence(last, first, _minus(last, first))
+
+    return evidence
+
+
+def _overlap_falls(grid: PairGrid) -> Finding:
+    """Of the grid's column: shared experts in the layer's smallest pool against the largest."""
+
+    def evidence(_: Pair) -> Evidence:
+        runs = [cell.pair.looped for cell in grid.column() if cell.pair is not None and cell.pair.looped is not None]
+        runs.sort(key=lambda run: run.recording.config["num_experts"])
+        if len({run.recording.config["num_experts"] for run in runs}) < 2:
+            raise RecordingError("no scale has recordings of two sizes of the expert pool")
+        small, large = (run.between_visits("shared_expert_count").mean("layer") for run in (runs[0], runs[-1]))
+        return Evidence(large, small, _minus(large, small))
+
+    claim = Claim(
+        "expert-overlap-falls",
+        "6.1",
+        f"Fewer experts are shared where the pool is larger (scale {grid.column_scale})",
+        "from nearly 8 (S = 0%) to 2 to 3 (S ≈ 97%)",
+        "experts",
+        "largest pool",
+        "smallest pool",
+        -1,
+        evidence,
+    )
+    return _find(claim, next(iter(grid.pairs.values())))
+
+
 _QK = "0.89 to 0.93 (Q and K), 0.84 to 0.93 (X)"
+_RANGES = {
+    "X": (0.84, 0.93),
+    "Q": (0.89, 0.93),
+    "K": (0.89, 0.93),
+    "V": (0.65, 0.74),
+    "PV": (0.56, 0.69),
+    "O": (0.49, 0.64),
+}
+_OVERLAPS = {"top8_overlap": ((0.56, 0.66), (0.28, 0.34))}
 _NORMS = (
     ("update", "update"),
     ("attn_write", "attention write"),
@@ -263,17 +348,25 @@ CLAIMS = (
           "experts", "shared", "load-aware chance", 1, _shared_over_load),
     *(Claim(f"norm-ratio-{component.replace('_', '-')}", "6.2", f"The {words} is larger at the later visit",
             "1.2 to 3.5, above 1 in 16 of 16 models",
-            "ratio", "later/earlier", "no change", 1, _norm_ratio(component)) for component, words in _NORMS),
+            "ratio", "later/earlier", "no change", 1, _norm_ratio(component), (1.2, 3.5)) for component, words in _NORMS),
     Claim("relative-update", "6.2", "The update relative to the residual stream is larger at the later visit",
           "larger, except in a few early layers at 100M",
           "ratio", "last visit", "first visit", 1, _visits("relative_update")),
     Claim("update-cosine", "6.2", "A layer's updates at two visits are more alike than those of two different layers",
           "0.56 (0.42 to 0.65) against 0.16, at 1.6B",
-          "cosine", "same layer", "different layers", 1, _update_cosine),
-    *(Claim(f"stage-{stage.lower()}", "6.3", words, paper, "cosine", stage, against, sign, _stages(stage, against))
+          "cosine", "same layer", "different layers", 1, _update_cosine, (0.42, 0.65), (0.16, 0.16)),
+    *(Claim(f"stage-{stage.lower()}", "6.3", words, paper, "cosine", stage, against, sign, _stages(stage, against),
+            _RANGES[stage], _RANGES[against])
       for stage, against, words, paper, sign in _STAGES),
     *(Claim(name.replace("_", "-"), "6.3", f"{words} is more alike at two visits than for two heads", paper,
-            "share", "same head", "other head", 1, _attended(name)) for name, words, paper in _ATTENDED),
+            "share", "same head", "other head", 1, _attended(name), *_OVERLAPS.get(name, (None, None)))
+      for name, words, paper in _ATTENDED),
+    Claim("dyck-bos", "6.4", "The Dyck head's attention on the segment start falls at the later visit",
+          "0.60 at visit 1, 0.02 at visit 2 (1.6B, S = 85%, 4 demonstrations)",
+          "share of mass", "last visit", "first visit", -1, _dyck("bos"), (0.02, 0.02), (0.60, 0.60)),
+    Claim("dyck-answers", "6.4", "The Dyck head's attention on the demonstrations' answers rises at the later visit",
+          "0.24 at visit 1, 0.85 at visit 2 (1.6B, S = 85%, 4 demonstrations)",
+          "share of mass", "last visit", "first visit", 1, _dyck("answers"), (0.85, 0.85), (0.24, 0.24)),
     Claim("sink-visits", "6.4, D", "Attention on the segment start is lower at the later visit",
           "lower throughout the repeated block, at all four scales",
           "share of mass", "last visit", "first visit", -1, _visits("sink_mass", "head")),

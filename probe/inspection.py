@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from visitlens.hooks.adapters.adapt import adapt, families
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.discovery import Ledger, discover, false_loops, follow
+from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
 from visitlens.hooks.guards import check
 from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -78,7 +78,7 @@ def _adapted(model: AdaptedModel, tokens: Tensor, checks: bool) -> dict[str, Any
     }
 
 
-def _common(model: nn.Module, ledger: Ledger) -> dict[str, Any]:
+def _common(model: nn.Module, ledger: StepLedger) -> dict[str, Any]:
     return {
         "layers": len(ledger.plan.visits),
         "steps": ledger.steps(),

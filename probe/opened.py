@@ -357,6 +357,11 @@ class RecordedRun:
         }
         return list(fixed[axis]()) if axis in fixed else list(range(size))
 
+    def _repr_html_(self) -> str:
+        from visitlens.probe.pictures import recording_html
+
+        return recording_html(self)
+
     def __repr__(self) -> str:
         r = self.recording
         loop = (

@@ -8,6 +8,7 @@ and isn't writes the same shard again and nothing twice. The folder must be shar
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
                         break
                     done, running = ray.wait(running, timeout=0.5)
                     for reference in done:
-                        ledger.take(ray.get(reference))
+                        ledger.take(deepcopy(ray.get(reference)))  # Ray's own arrays are read-only
                         ledger.commit()
                         on_progress(ledger.tokens, total)
             if interrupted:

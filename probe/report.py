@@ -1,4 +1,4 @@
-"""The one-page report of a pair of models: summary, findings against the paper, every figure. Opens offline. No torch."""
+"""The one-page report of a pair of models, or of a grid of pairs: summary, findings against the paper, every figure. Opens offline. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.probe import report_grid
 from visitlens.probe.figures.export import (
     Drawing,
     Progress,
@@ -23,9 +24,20 @@ from visitlens.probe.figures.export import (
 )
 from visitlens.probe.figures.page import caption, chart, document, escape
 from visitlens.probe.figures.pair import Pair, span
+from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import digits
 from visitlens.probe.figures.theme import Theme, find_theme
-from visitlens.probe.findings import FAILS, HOLDS, OPEN, UNMEASURED, Finding, findings, findings_data
+from visitlens.probe.findings import (
+    FAILS,
+    HOLDS,
+    OPEN,
+    UNMEASURED,
+    Finding,
+    findings,
+    findings_data,
+    grid_findings,
+    grid_findings_data,
+)
 from visitlens.probe.measure import StatArray
 
 _FILES = ("png", "svg", "json", "csv")
@@ -33,7 +45,7 @@ _CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", UNMEASURED: "muted"}
 
 
 def write_report(
-    pair: Pair,
+    source: Pair | PairGrid,
     folder: str | Path,
     slugs: Iterable[str] | None = None,
     *,
@@ -65,17 +77,23 @@ def write_report(
         said.append(message)
         on_warning(message)
 
-    found = findings(pair)
-    drawings = prepare(pair, slugs, note)
+    if isinstance(source, Pair):
+        found = findings(source)
+        data, summary, table = findings_data(source, found), _summary(source), _findings(found)
+    else:
+        by_cell = grid_findings(source)
+        data, summary = grid_findings_data(source, by_cell), report_grid.summary(source)
+        table = report_grid.findings_table(source, by_cell, _CLASSES)
+    drawings = prepare(source, slugs, note)
     written = write_drawings(drawings, folder, formats, chosen, on_progress, note)
     write_plotly_js(folder)
-    write_file(folder / "findings.json", json_text(findings_data(pair, found)))
+    write_file(folder / "findings.json", json_text(data))
     body = "\n".join(
         [
-            _header(pair, drawings),
-            _warnings([*pair.warnings(), *(f"{message[0].upper()}{message[1:]}." for message in said)]),
-            _summary(pair),
-            _findings(found),
+            _header(_title(source), drawings),
+            _warnings([*source.warnings(), *(f"{message[0].upper()}{message[1:]}." for message in said)]),
+            summary,
+            table,
             *(
                 _figure(drawing, chosen, [path.name for path in written if path.stem == drawing.figure.slug])
                 for drawing in drawings
@@ -83,18 +101,20 @@ def write_report(
             _footer(),
         ]
     )
-    return write_file(folder / "report.html", document(_title(pair), body, "auto"))
+    return write_file(folder / "report.html", document(_title(source), body, "auto"))
 
 
-def _title(pair: Pair) -> str:
-    names = [run.name for run in (pair.looped, pair.baseline) if run is not None]
+def _title(source: Pair | PairGrid) -> str:
+    if isinstance(source, PairGrid):
+        return f"What each visit does: grid {source.name}"
+    names = [run.name for run in (source.looped, source.baseline) if run is not None]
     return f"What each visit does: {' and '.join(names)}"
 
 
-def _header(pair: Pair, drawings: Sequence[Drawing]) -> str:
+def _header(title: str, drawings: Sequence[Drawing]) -> str:
     links = "".join(f'<li><a href="#section-{d.figure.slug}">{escape(d.figure.title)}</a></li>' for d in drawings)
     return f"""<header>
-<h1>{escape(_title(pair))}</h1>
+<h1>{escape(title)}</h1>
 <p class="lead">A looped transformer runs some of its layers more than once. This page compares the visits of those layers
 with each other, with chance, and with the model that runs each layer once (the Baseline).
 Layers are numbered from 0, visits from 1.</p>

@@ -33,7 +33,7 @@ def ablate(
     metric: Annotated[Metric, typer.Option(help="Loss on Dyck targets, or on text.")] = Metric.dyck,
     mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,
     prompts: Annotated[int, typer.Option(min=1, help="Dyck prompts.")] = 32,
-    shots: Annotated[int, typer.Option(min=0, help="Demonstrations in each Dyck prompt.")] = 4,
+    shots: Annotated[int, typer.Option(min=1, help="Demonstrations in each Dyck prompt.")] = 4,
     style: Annotated[
         Style, typer.Option(help="Answers written `Output: ) ]`, or in a style drawn per prompt.")
     ] = Style.fixed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -92,7 +92,7 @@ def record(
     typer.echo(out)
 
 
-def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, int | bool]:
+def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:
     """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
-    options: dict[str, int | bool] = {"trust_remote_code": True} if trust_remote_code else {}
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     return options if steps is None else {**options, "steps": steps}

@@ -1,4 +1,4 @@
-"""`visitlens reproduce`: record a pair, draw the figures, write the report."""
+"""`visitlens reproduce`: record a pair or a grid of pairs, ablate heads, draw the figures, write the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import Theme, console, loading, progress_bar, warnings_once
+from visitlens.app.console import Theme, comma_separated, console, plain, progress_bar, warnings_once
 from visitlens.kernels.errors import InputError
 
 
@@ -15,6 +15,9 @@ def reproduce(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for recordings, figures and the report.")] = Path(
         "out"
     ),
+    grid: Annotated[
+        Path | None, typer.Option(help="Folder with the grid.json of a grid of checkpoints (`visitlens ladder train`).")
+    ] = None,
     looped: Annotated[
         Path | None, typer.Option(help="Checkpoint of a looped model; the bundled one by default.")
     ] = None,
@@ -23,48 +26,69 @@ def reproduce(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text; the bundled held-out sample by default.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after the context in which this token falls.")] = None,
+    prompts: Annotated[int, typer.Option(min=0, help="Dyck prompts for head ablation; 0 leaves it out.")] = 32,
+    scales: Annotated[str, typer.Option(help="Of a grid: comma-separated scales; all by default.")] = "",
+    levels: Annotated[str, typer.Option(help="Of a grid: comma-separated sparsity levels; all by default.")] = "",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; as many as cores and memory allow by default.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Files beside the report: html, png, svg, pdf, json, csv.")] = (
+        "html,png,svg,json,csv"
+    ),
     theme: Annotated[Theme, typer.Option(help="Colours.")] = Theme.light,
 ) -> None:
-    """Record a pair of models on the same text, draw the figures and write report.html."""
+    """Record models on the same text, find what their heads are for, draw every figure and write report.html.
+
+    What is done already isn't done again; what fails is told, and the rest goes on.
+    """
     from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
+    from visitlens.probe.grid import Grid, of_pair, selected
+    from visitlens.probe.reproduce import ReproduceRequest
+    from visitlens.probe.reproduce import reproduce as run
 
-    if looped is None and baseline is None:
-        check_assets()
-        checkpoints = PAIR
-    elif looped is not None and baseline is not None:
-        checkpoints = {"looped": looped, "baseline": baseline}
-    else:
+    if grid is not None and (looped is not None or baseline is not None):
+        raise InputError("give --grid, or --looped and --baseline, not both")
+    if (looped is None) != (baseline is None):
         raise InputError("give both --looped and --baseline, or neither")
-    with loading("torch"):
-        from visitlens.hooks.recorder import RecordingOptions
-        from visitlens.probe.reproduce import record_all
-        from visitlens.probe.run import RunRequest
-    requests = {
-        name: RunRequest(
-            checkpoint=folder,
-            text=text or SAMPLE,
-            out=out / f"{name}.vlens",
-            options=RecordingOptions(level="tokens"),
-            max_tokens=max_tokens,
-        )
-        for name, folder in checkpoints.items()
-    }
+    if grid is not None:
+        checkpoints = selected(Grid.read(grid), comma_separated(scales), comma_separated(levels))
+    elif looped is not None:
+        checkpoints = of_pair(looped, baseline)
+    else:
+        check_assets()
+        checkpoints = of_pair(PAIR["looped"], PAIR["baseline"])
+    request = ReproduceRequest(
+        grid=checkpoints,
+        out=out,
+        text=text or SAMPLE,
+        max_tokens=max_tokens,
+        prompts=prompts,
+        theme=theme.value,
+        formats=comma_separated(formats),
+        workers=workers,
+    )
     with progress_bar() as progress, warnings_once():
-        tasks = {name: progress.add_task(f"recording {name}", total=None) for name in requests}
-        paths = record_all(
-            requests, lambda name, done, total: progress.update(tasks[name], completed=done, total=total)
-        )
-        from visitlens.probe.figures.pair import Pair
-        from visitlens.probe.opened import open as open_recording
-        from visitlens.probe.report import write_report
+        tasks = {}
 
-        drawing = progress.add_task("drawing", total=None)
-        report = write_report(
-            Pair(open_recording(paths["looped"]), open_recording(paths["baseline"])),
-            out / "report",
-            formats=("html", "png", "svg", "json", "csv"),
-            theme=theme.value,
-            on_progress=lambda done, total: progress.update(drawing, completed=done, total=total),
-        )
-    console.print("\nDone. Open:", style="bold")
-    typer.echo(f"{report}\n{paths['looped']}\n{paths['baseline']}")
+        def show(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=None)
+            progress.update(tasks[name], completed=done, total=total)
+
+        result = run(request, show)
+    if not result.ran and not result.drawn:
+        console.print("Nothing to do: all of it is there already.")
+    for name in result.ran:
+        failure = result.failures.get(name)
+        told = f"[bold red]failed:[/] {plain(failure)}" if failure else f"{result.seconds[name]:.0f} CPU-seconds"
+        console.print(f"{plain(name):<24} {told}")
+    for name, note in result.notes.items():
+        console.print(f"[yellow]note:[/] {plain(name)}: {plain(note)}")
+    console.print("\nDone. Open:" if not result.failures else "\nDone, but not all. Open:", style="bold")
+    typer.echo(result.report)
+    for cell in result.recordings.cells:
+        for path in (cell.looped, cell.baseline):
+            if path is not None:
+                typer.echo(path)
+    if result.failures:
+        raise typer.Exit(1)

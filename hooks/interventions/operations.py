@@ -78,12 +78,13 @@ def replace(
 ) -> Intervention:
     """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
 
-    def change(old: Tensor, at: At) -> Tensor:
-        if isinstance(value, (int, float, Tensor)):
-            return torch.as_tensor(value)
-        return value.at(at.site, at.step.index)
-
-    return Intervention("replace", Place.of(site, layer, visit, head, token, expert), change)
+    place = Place.of(site, layer, visit, head, token, expert)
+    if isinstance(value, (int, float, Tensor)):
+        constant = torch.as_tensor(value)
+        return Intervention("replace", place, lambda old, at: constant)
+    if not hasattr(value, "at"):
+        raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
+    return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
 
 
 def mean(

@@ -102,8 +102,7 @@ def caption(data: Mapping[str, Any], files: Sequence[str] = ()) -> str:
 <dt>n</dt><dd>{counts}</dd>
 <dt>Aggregation</dt><dd>{escape(aggregations)}</dd>
 <dt>Interval</dt><dd>{escape(data["interval"])}</dd>
-<dt>In the paper</dt><dd>Figure {escape(data["paper"]["html"])} of the HTML, {escape(data["paper"]["pdf"])} of the PDF ({escape(data["paper"]["source"])})</dd>
-</dl>
+{_in_the_paper(data)}</dl>
 <details><summary>Definitions and recordings</summary><ul>{definitions}</ul><p>{hashes}</p></details>
 {downloads}
 </figcaption>"""
@@ -135,6 +134,13 @@ def _json_script(name: str, text: str) -> str:
     """Data for a script; no text in it can end the element."""
     safe = text.replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{safe}</script>'
+
+
+def _in_the_paper(data: Mapping[str, Any]) -> str:
+    if (paper := data.get("paper")) is None:
+        return ""
+    where = f"Figure {escape(paper['html'])} of the HTML, {escape(paper['pdf'])} of the PDF ({escape(paper['source'])})"
+    return f"<dt>In the paper</dt><dd>{where}</dd>\n"
 
 
 def _place(paper: str) -> str:

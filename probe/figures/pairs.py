@@ -56,9 +56,9 @@ class PairGrid:
             )
 
     @classmethod
-    def open(cls, grid: Grid) -> PairGrid:
-        """The recordings of a grid's cells; one that can't be read is missing, with the reason."""
-        pairs, reasons = {}, {}
+    def open(cls, grid: Grid, failures: Mapping[GridCell, str] | None = None) -> PairGrid:
+        """The recordings of a grid's cells; one that can't be read, or failed before, is missing, with the reason."""
+        pairs, reasons = {}, {(cell.scale, cell.level): why for cell, why in (failures or {}).items()}
         for cell in grid.cells:
             if cell.looped is None:
                 continue

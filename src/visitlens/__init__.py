@@ -22,9 +22,16 @@ _EXPORTS = {
     "VisitlensError": "visitlens.kernels.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture",
+    "from_nnsight": "visitlens.hooks.sources.nnsight",
+    "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
     "load_model": "visitlens.hooks.loading",
     "open": "visitlens.probe.opened",
     "record": "visitlens.probe.run",
+    "Sample": "visitlens.probe.samples",
+    "do": "visitlens.hooks.intervene",
+    "experiment": "visitlens.probe.experiment",
+    "intervene": "visitlens.hooks.intervene",
+    "load": "visitlens.probe.notebook",
 }
 
 

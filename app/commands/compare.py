@@ -1,0 +1,57 @@
+"""`visitlens compare`: two recordings, the same statistics side by side."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from visitlens.app.console import Theme, comma_separated, plain
+
+
+class By(StrEnum):
+    mean = "mean"
+    layer = "layer"
+    step = "step"
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A recording.")],
+    b: Annotated[Path, typer.Argument(help="Another; differences are this one minus the first.")],
+    by: Annotated[
+        By, typer.Option(help="One row a measure, a physical layer, or an execution step (layer·visit).")
+    ] = By.mean,
+    measures: Annotated[str, typer.Option(help="Comma-separated; all that both hold by default.")] = "",
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    figure: Annotated[
+        Path | None, typer.Option(help="Also draw it: a file ending in .html, .png, .svg or .pdf.")
+    ] = None,
+    theme: Annotated[Theme, typer.Option(help="Colours of the figure.")] = Theme.light,
+) -> None:
+    """Compare two recordings, with differences and their 95% intervals."""
+    from visitlens.probe.compare import compare as run
+    from visitlens.probe.compare import comparison_data, write_comparison
+    from visitlens.probe.figures.series import digits
+    from visitlens.probe.opened import open as open_recording
+
+    first, second = open_recording(a), open_recording(b)
+    data = comparison_data(first, second, run(first, second, by.value, comma_separated(measures)), by.value)
+    if figure is not None:
+        write_comparison(data, figure, theme.value)
+    if json_:
+        typer.echo(json.dumps(data, indent=1, ensure_ascii=False))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("measure", "place", "unit", plain(first.name), plain(second.name), "difference", "95% interval"):
+        table.add_column(name, justify="left" if name in ("measure", "place", "unit") else "right", no_wrap=True)
+    for row in data["rows"]:
+        numbers = ["–" if row[key] is None else digits(row[key]) for key in ("a", "b", "difference")]
+        interval = "–" if row["low"] is None else f"{digits(row['low'])} to {digits(row['high'])}"
+        table.add_row(plain(row["measure"]), plain(row["place"]), row["unit"], *numbers, interval)
+    Console(highlight=False, width=None if Console().is_terminal else 160).print(table)
+    typer.echo(data["interval"])
