@@ -158,13 +158,14 @@ def prepare(
     asked = {
         "source": str(source) if isinstance(source, Path | str) else "documents",
         "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        "field": field,
         "special": vars(special),
         "validation_share": validation_share,
         "max_tokens": max_tokens,
     }
     if (out / "corpus.json").is_file():
         corpus = Corpus.open(out)
-        differs = [name for name, value in asked.items() if corpus.report[name] != value]
+        differs = [name for name, value in asked.items() if corpus.report.get(name) != value]
         if differs:
             raise InputError(f"{out} holds a corpus with another {', '.join(differs)}; choose another folder")
         return corpus

@@ -259,14 +259,18 @@ class _Metrics:
     def rewind(self, branch: int, seen: int) -> None:
         """Drops rows of a branch after `seen` tokens: the updates they tell of will be made again."""
         if self._writes and self._file.is_file():
-            rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
-            kept = [row for row in rows if row["branch"] != branch or row["tokens"] <= seen]
+            kept = [row for row in self._rows() if row["branch"] != branch or row["tokens"] <= seen]
             self._file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
     def to_csv(self) -> None:
         """The same rows for a spreadsheet; a column that a row doesn't have stays empty."""
-        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        rows = self._rows()
         with self._file.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
             writer.writerows(rows)
+
+    def _rows(self) -> list[dict[str, float]]:
+        """All whole lines: a kill may have torn the last one."""
+        *whole, _ = self._file.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in whole]
