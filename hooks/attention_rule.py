@@ -1,8 +1,8 @@
 """How a step's attention rows follow from its queries and keys, where that is more than a causal softmax.
 
-The native model's rows are the softmax of `q k^T / sqrt(d)` over `[segment start, i]`, and kernels compute their statistics
-without a map. Other models add a sliding window, a learned sink, another scale, a bias, or attend both ways: then the
-rows of one document at a time are formed here and reduced at once.
+Kernels compute the statistics of causal rows without a map: the softmax over `[segment start, i]`, with a sliding window,
+learned sinks or another scale where a model has them. Where attention goes both ways, or only P is known, the rows of
+one document at a time are formed here and reduced at once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ class AttentionRule:
     sinks: Tensor | None = None
     from_map: bool = False
 
-    def is_plain(self, longest: int) -> bool:
-        """Whether the kernels' causal softmax gives the rows of documents up to this length."""
-        window = self.window is None or self.window >= longest
-        return window and self.causal and self.sinks is None and not self.from_map
+    @property
+    def needs_map(self) -> bool:
+        """Whether the kernels can't have the rows from Q and K."""
+        return self.from_map or not self.causal
+
+    def same_as(self, other: AttentionRule) -> bool:
+        """Whether two visits follow one rule, as one call of the kernels takes it."""
+        sinks = (self.sinks is None) == (other.sinks is None)
+        if sinks and self.sinks is not None and other.sinks is not None:
+            sinks = self.sinks is other.sinks or bool(torch.equal(self.sinks, other.sinks))
+        return sinks and (self.scale, self.window) == (other.scale, other.window)
 
     def pattern(self, q: Tensor, k: Tensor) -> Tensor:
         """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""

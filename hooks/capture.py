@@ -205,14 +205,15 @@ class StepValues:
         if steps[0] in self._captured.absent.get("Q", {}):
             return self._no_rows(len(steps))
         rules = [self._captured.rules.get(step) for step in steps]
-        longest = max((end - start for start, end in self.segments.spans), default=0)
         visits = [self._queries_and_keys(step) for step in steps]
-        if all(rule is None or rule.is_plain(longest) for rule in rules):
-            scale = rules[0].scale if rules[0] else None
+        known = [rule for rule in rules if rule is not None]
+        if not any(rule.needs_map for rule in known) and all(known[0].same_as(rule) for rule in known):
+            scale, window, sinks = (known[0].scale, known[0].window, known[0].sinks) if known else (None, None, None)
+            how = {"implementation": self._implementation, "window": window, "sinks": sinks}
             if not overlaps:
-                rows = [row_statistics(q, k, self.segments, scale, self._implementation) for q, k in visits]
+                rows = [row_statistics(q, k, self.segments, scale, **how) for q, k in visits]
                 return VisitOverlaps(rows, {}, None)
-            return visit_overlaps(visits, self.segments, scale, self._implementation)
+            return visit_overlaps(visits, self.segments, scale, **how)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
             rule = rules[visit]

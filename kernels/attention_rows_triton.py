@@ -226,7 +226,10 @@ def _rows(
     tl.store(out, peak + tl.log(total), mask=inside)
     tl.store(out + value_stride, sink / total + nan, mask=inside)
     tl.store(out + 2 * value_stride, first4 / total + nan, mask=inside)
-    tl.store(out + 3 * value_stride, tl.log(total) - weighted / total, mask=inside)
+    on_keys = tl.full([ROWS], 1.0, tl.float32)
+    if HAS_SINKS:
+        on_keys -= tl.exp(tl.load(sinks + head) - peak) / total
+    tl.store(out + 3 * value_stride, tl.log(total) * on_keys - weighted / total, mask=inside)
     for n in tl.static_range(SETS):
         mass = tl.sum(tl.where(slots[None, :] == n, masses, 0.0), 1)
         tl.store(out + (4 + n) * value_stride, mass / total + nan, mask=inside)
