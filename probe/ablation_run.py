@@ -16,8 +16,9 @@ from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weight
 from visitlens.kernels.errors import InputError
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
-from visitlens.probe.analyses import Grouped, HeadAblation
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.grouped import Grouped
+from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording

@@ -18,8 +18,9 @@ from visitlens.hooks.recorder import RecordingOptions
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.ablation_run import ablate
-from visitlens.probe.analyses import DyckStudy, HeadAblation, store
+from visitlens.probe.analyses import DyckStudy, store
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 
