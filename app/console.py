@@ -10,6 +10,8 @@ from enum import StrEnum
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from visitlens.kernels.errors import InputError
+
 console = Console(stderr=True, highlight=False)
 
 
@@ -56,3 +58,16 @@ def warnings_once() -> Iterator[None]:
         yield
     for message in dict.fromkeys(str(w.message) for w in caught if issubclass(w.category, UserWarning)):
         console.print(f"[yellow]warning:[/] {plain(message)}")
+
+
+def token_bounds(text: str) -> tuple[int, int] | None:
+    """`START:STOP`, or None for nothing."""
+    if not text:
+        return None
+    try:
+        start, stop = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise InputError(f"expected a token range START:STOP, for example 0:4096, got {text!r}") from None
+    if not 0 <= start < stop:
+        raise InputError(f"expected 0 <= START < STOP, got {text!r}")
+    return start, stop

@@ -106,8 +106,19 @@ class View:
         return self.context.href(path or self.path, self.selection.change(**changes))
 
 
-def view_of(context: Context, path: str, search: str, theme: str = "light", parameters: tuple[str, ...] = ()) -> View:
-    """The view that a URL asks for: the first recording where it names none, warnings where it names what isn't there."""
+def view_of(
+    context: Context,
+    path: str,
+    search: str,
+    theme: str = "light",
+    parameters: tuple[str, ...] = (),
+    *,
+    fitted: bool = True,
+) -> View:
+    """The view that a URL asks for: the first recording where it names none, warnings where it names what isn't there.
+
+    `fitted=False` leaves layers, heads and visits as they are asked for: a page of its own model fits them to that.
+    """
     selection, warnings = parse(search, parameters)
     registry = context.registry
     ids = registry.ids()
@@ -118,7 +129,7 @@ def view_of(context: Context, path: str, search: str, theme: str = "light", para
             warnings.append(f"There is no recording {asked!r} here{f'; there are {known}' if ids else ''}.")
             selection = selection.change(**{name: None})
     entry = registry[selection.run or _first_readable(registry, ids)] if ids else None
-    if entry is not None and entry.run is not None:
+    if fitted and entry is not None and entry.run is not None:
         try:
             selection, unfit = fit(selection, entry.run)
             warnings += unfit

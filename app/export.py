@@ -22,7 +22,7 @@ from visitlens.app.pages import find_page
 from visitlens.app.panels import Panel
 from visitlens.kernels.errors import UnavailableError, VisitlensError
 from visitlens.probe.figures import page as html_page
-from visitlens.probe.figures.drawing import short, title_block
+from visitlens.probe.figures.drawing import HEAD_MARGIN, short, title_block
 from visitlens.probe.figures.export import json_text
 from visitlens.probe.figures.images import IMAGE_FORMATS, render
 from visitlens.probe.figures.theme import LIGHT
@@ -36,6 +36,7 @@ _TYPES = {
 }
 _MOST_ROWS = 1000
 _WIDTH = 900
+_LINE = 18
 _one_browser = Lock()
 """Pictures are drawn by one Chromium at a time, whatever the number of people."""
 
@@ -120,27 +121,26 @@ def settings(view: View) -> dict[str, Any]:
 def titled(panel: Panel, view: View) -> go.Figure:
     """The picture as it leaves the dashboard: title, counts, run hash and settings."""
     figure = go.Figure(panel.draw(view.theme))
-    chosen = ", ".join(f"{k} {v}" for k, v in parse_qsl(view.selection.query()[1:]) if k not in ("run", "other"))
-    run = f"{view.run.name}, recording {short(view.run.provenance['recording'])}" if view.run else ""
     layout_ = figure.to_plotly_json()["layout"]
-    if not layout_.get("title", {}).get("text"):
-        first = html.escape(" ".join(panel.caption)[:150])
-        figure.update_layout(title=title_block(view.theme, panel.title, first), margin_t=92)
-    figure.update_layout(width=layout_.get("width") or _WIDTH, template=view.theme.template())
-    note = html.escape("; ".join(filter(None, [run, chosen])))
-    figure.add_annotation(
-        text=note,
-        x=1,
-        y=1,
-        xref="paper",
-        yref="container",
-        xanchor="right",
-        yanchor="top",
-        yshift=-6,
-        showarrow=False,
-        font={"size": 10, "color": view.theme.muted},
+    chosen = [f"{k} {v}" for k, v in parse_qsl(view.selection.query()[1:]) if k not in ("run", "other")]
+    run = [f"{view.run.name}, recording {short(view.run.provenance['recording'])}"] if view.run else []
+    note = html.escape("; ".join([*run, *chosen]))
+    below = (layout_.get("title", {}).get("subtitle") or {}).get("text", "")
+    margin, height = layout_.get("margin", {}), layout_.get("height", 420)
+    more = HEAD_MARGIN - margin.get("t", HEAD_MARGIN) + _LINE
+    if not below:
+        below = html.escape(
+            "n = " + f"{view.run.recording.documents:,} documents, {view.run.recording.tokens:,} tokens"
+            if view.run
+            else ""
+        )
+    return figure.update_layout(
+        template=view.theme.template(),
+        title=title_block(view.theme, panel.title, f"{below}<br>{note}"),
+        width=layout_.get("width") or _WIDTH,
+        height=height + more,
+        margin_t=margin.get("t", HEAD_MARGIN) + more,
     )
-    return figure
 
 
 def snapshot(context: Context, page: str, query: str) -> Response:
@@ -195,7 +195,9 @@ def _view(context: Context, module: Any, query: str) -> View:
     pairs = parse_qsl(query)
     theme = dict(pairs).get("theme", LIGHT.name)
     rest = urlencode([(k, v) for k, v in pairs if k != "theme"])
-    return view_of(context, module.PATH, rest, theme, getattr(module, "PARAMETERS", ()))
+    return view_of(
+        context, module.PATH, rest, theme, getattr(module, "PARAMETERS", ()), fitted=module.NEEDS != ("model",)
+    )
 
 
 def _inert(value: Any) -> Any:

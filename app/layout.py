@@ -97,7 +97,14 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     parts = urlsplit(href)
     path = "/" + parts.path.removeprefix(context.prefix.rstrip("/")).strip("/")
     page = find_page(path)
-    view = view_of(context, path, parts.query, theme, getattr(page, "PARAMETERS", ()))
+    view = view_of(
+        context,
+        path,
+        parts.query,
+        theme,
+        getattr(page, "PARAMETERS", ()),
+        fitted=getattr(page, "NEEDS", ()) != ("model",),
+    )
     growing = view.entry is None or view.run is None or not view.run.recording.complete
     if page is None:
         content: list[Any] = [
@@ -216,9 +223,21 @@ def _content(page: ModuleType, view: View) -> list[Any]:
         items = page_items(page, view)
     except VisitlensError as error:
         return [state(f"{page.TITLE}: not for this recording", [str(error)], "partial")]
-    return [
-        html.Div([panel_card(item, view) if isinstance(item, Panel) else item for item in items], className="panels")
-    ]
+    cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
+    return [html.Div(without_holes(cards), className="panels")]
+
+
+def without_holes(cards: list[Any]) -> list[Any]:
+    """Two narrow cards a row: one that would stand alone takes the whole row."""
+    alone = None
+    for card in [*cards, None]:
+        if card is None or "wide" in str(getattr(card, "className", "")).split():
+            if alone is not None:
+                alone.className = f"{alone.className} wide"
+            alone = None
+        else:
+            alone = card if alone is None else None
+    return cards
 
 
 def _no_recording(view: View) -> html.Section:

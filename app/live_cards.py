@@ -11,9 +11,10 @@ from visitlens.app.components import card, selector, table
 from visitlens.app.context import View
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_service import LiveService
+from visitlens.probe.figures.series import digits
 from visitlens.probe.live_ablation import KINDS, HeadAblation, visit_choices
 from visitlens.probe.live_figures import place_label
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live_run import ExpertChange, KeyChange, LiveRun
 
 _STATUS_BADGES = {
     "kept": "badge muted",
@@ -45,7 +46,7 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                 persistence_type="session",
                 spellCheck="false",
                 className="live-prompt",
-                rows=3,
+                rows=2,
             ),
             html.Div(
                 [
@@ -118,11 +119,9 @@ def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[
         )
     if marked:
         note += " Underlined: answers of the demonstrations."
+    ends = (("all kept", "0"), ("none kept", "0.8")) if kept is not None else ()
     legend = html.Div(
-        [
-            html.Span(word, className="token up", style={"--strength": s})
-            for word, s in (("all kept", "0"), ("none kept", "0.8"))
-        ],
+        [html.Span(word, className="token up", style={"--strength": strength}) for word, strength in ends],
         className="legend",
         **{"aria-hidden": "true"},
     )
@@ -156,9 +155,15 @@ def _pickers(run: LiveRun, chosen: LiveChoice) -> list[Any]:
 def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     """One token's experts: kept, dropped and new, with their gates."""
     changes = run.expert_changes(chosen.layer, chosen.at, chosen.visits)
+    most = _most(changes)
     counts = {status: sum(c.status == status for c in changes) for status in ("kept", "dropped", "new")}
     rows = [
-        {"expert": str(c.expert), "change": _status(c.status), "earlier": _bar(c.earlier, 1), "later": _bar(c.later, 2)}
+        {
+            "expert": str(c.expert),
+            "change": _status(c.status),
+            "earlier": _bar(c.earlier, 1, most),
+            "later": _bar(c.later, 2, most),
+        }
         for c in changes
     ]
     columns, said = _columns(("expert", "expert"), "gate at visit", chosen)
@@ -177,12 +182,13 @@ def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
 def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
     """One query's 8 highest-weighted keys at either visit: kept, lost and gained."""
     changes = run.top_keys(chosen.layer, chosen.head, chosen.at, chosen.visits)
+    most = _most(changes)
     rows = [
         {
             "key": html.A(f"{c.position} “{visible(c.text)}”", href=view.href(at=c.position)),
             "change": _status(c.status),
-            "earlier": _bar(c.earlier, 1),
-            "later": _bar(c.later, 2),
+            "earlier": _bar(c.earlier, 1, most),
+            "later": _bar(c.later, 2, most),
         }
         for c in changes
     ]
@@ -197,6 +203,10 @@ def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
         ],
         key="keys",
     )
+
+
+def _most(changes: Iterable[ExpertChange] | Iterable[KeyChange]) -> float:
+    return max(value for c in changes for value in (c.earlier, c.later) if value is not None)
 
 
 def _columns(first: tuple[str, str], what: str, chosen: LiveChoice) -> tuple[list[tuple[str, str]], str]:
@@ -254,6 +264,7 @@ def lens_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     return card(
         f"After token {chosen.at} “{visible(run.texts[chosen.at])}”, step by step",
         [table(columns, rows, note)],
+        wide=True,
         key="lens-table",
     )
 
@@ -351,13 +362,12 @@ def _note(text: str) -> html.Span:
     return html.Span(text, className="badge muted live-note")
 
 
-def _bar(value: float | None, look: int) -> Any:
-    """A share as digits on a bar of its length."""
+def _bar(value: float | None, look: int, most: float = 1.0) -> Any:
+    """A share as digits on a bar of its length, `most` being the longest."""
     if value is None:
         return None
-    return html.Span(
-        f"{value:.3f}", className=f"live-bar-cell look-{look}", style={"--share": f"{min(max(value, 0.0), 1.0):.3f}"}
-    )
+    share = min(max(value / (most or 1.0), 0.0), 1.0)
+    return html.Span(digits(value), className=f"live-bar-cell look-{look}", style={"--share": f"{share:.3f}"})
 
 
 def visible(text: str) -> str:

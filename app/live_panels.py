@@ -96,7 +96,9 @@ def heads_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
     )
 
 
-def scan_panel(view: View, run: LiveRun, scan: HeadScan) -> Panel:
+def scan_panel(view: View, scan: HeadScan) -> Panel:
+    run = scan.run
+
     def rows() -> list[dict[str, Any]]:
         return [
             {
@@ -111,7 +113,7 @@ def scan_panel(view: View, run: LiveRun, scan: HeadScan) -> Panel:
     return Panel(
         key="scan",
         title=f"Which heads the target needs after token {scan.position}",
-        draw=lambda theme: scan_map(scan, run, theme),
+        draw=lambda theme: scan_map(scan, theme),
         caption=[
             "Change of the target's log-probability with one head silenced, nats. A cell opens its head. n = 1 prompt; no interval."
         ],

@@ -21,6 +21,9 @@ from visitlens.probe.measure import StatArray
 _TOP = 28
 """Room above a chart whose title stands in the page, in pixels."""
 
+_NARROW = 800
+"""Figures that were designed wider than this take the whole width of the page."""
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -160,13 +163,15 @@ def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] 
     """One for all series: counts and aggregations once, each definition once."""
     firsts = {stat.measure.definition: stat for stat in stats.values()}
     ns = dict.fromkeys(f"{s.documents:,} documents, {s.tokens:,} tokens" for s in stats.values())
-    aggregations = dict.fromkeys(s.aggregation for s in stats.values())
+    aggregations = {stat.aggregation: label for label, stat in reversed(stats.items())}
+    if len(aggregations) > 1:
+        aggregations = {f"{label}: {stat.aggregation}": label for label, stat in stats.items()}
     units = dict.fromkeys(s.measure.unit for s in stats.values())
     known = any(s.replicates is not None for s in stats.values())
     dashed = f" Dashed: {', '.join(level.label for level in levels)}." if levels else ""
     interval = f"Interval: {INTERVAL}." if known else "No interval: one total for all documents."
     return [
-        f"n = {' and '.join(ns)}; {', '.join(aggregations)}; unit: {', '.join(units)}.{dashed} {interval}",
+        f"n = {' and '.join(ns)}; {'; '.join(aggregations)}; unit: {', '.join(units)}.{dashed} {interval}",
         *(
             f"{s.measure.title.split(': visit')[0]}: {s.measure.definition} ({s.measure.paper})"
             for s in firsts.values()
@@ -199,6 +204,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
     )
     aggregations = "; ".join(dict.fromkeys(e["aggregation"] for e in entries if e["role"] != "chance"))
     code = f'from visitlens.probe.figures.base import find\nfrom visitlens.probe.figures.pair import Pair\nfrom visitlens.probe.figures.theme import LIGHT\nfigure = find("{data["slug"]}")\nfigure.draw(figure.data(Pair(rec)), LIGHT).show()'
+    options.setdefault("wide", int(drawing.plot(view.theme).layout.width or 0) > _NARROW)
     return Panel(
         key=data["slug"],
         title=data["title"],

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, line, sequential
+from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, line, sequential
 from visitlens.probe.figures.generic import label_text
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import ORANGE, Style, Theme, escape
 from visitlens.probe.measure import StatArray, json_numbers
 
 _HEIGHT = 300
-_FOOT = 98
-"""Room under maps for their axis and colour bars, in pixels."""
+_DOMAINS = ((0.0, 0.285), (0.31, 0.595), (0.685, 0.97))
+"""Of the maps of two visits and their difference, each pair with room for its colour bar."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ def lines(
         entry = {**series(item.stat, "", "observed", item.label), "axes": {axis: labels}}
         trace = line(entry, _style(theme, item.look), width=1.6)
         figure.add_trace(trace)
+    lowest = min((float(np.nanmin(item.stat.values, initial=np.inf)) for item in drawn), default=0.0)
     for level in levels:
         figure.add_hline(
             y=level.value,
             line={"color": theme.chance, "dash": "dash", "width": 1.4},
             annotation={"text": escape(level.label), "font": {"size": 11, "color": theme.chance}},
-            annotation_position="top right",
+            annotation_position="bottom right" if level.value <= lowest else "top right",
         )
     if levels and drawn:  # a shape doesn't stretch the axis
         figure.add_scatter(
@@ -99,48 +100,61 @@ def visit_maps(
     marks: Mapping[str, Sequence[int]] | None = None,
     selected: tuple[int, int] | None = None,
     cosine: bool = False,
+    column_ticks: Sequence[str] | None = None,
 ) -> go.Figure:
     """Earlier | later | difference [row, column]: the first two on one scale, the third symmetric about zero.
 
     `rows` and `columns` are labels, escaped already. `marks` outlines columns in orange, with a text each; `selected` is a
-    cell to outline. Text is the same in all three, so that linked hover can mark one cell everywhere.
+    cell to outline; `column_ticks` are shorter labels for the axis. Text is the same in all three, so that linked hover can mark one cell everywhere.
     """
     difference = later - earlier
-    tall = height or int(min(max(150 + 24 * len(rows), 270), 580))
-    figure = make_subplots(
-        rows=1, cols=3, shared_yaxes=True, horizontal_spacing=0.035, subplot_titles=[escape(t) for t in titles]
-    )
-    figure.update_annotations(font={"size": 13, "color": theme.ink})
-    for at, (values, axis) in enumerate(((earlier, "coloraxis"), (later, "coloraxis"), (difference, "coloraxis2")), 1):
-        figure.add_trace(map_trace(values, rows, columns, axis, row_title, column_title), row=1, col=at)
-    reach = largest([difference.ravel().tolist()]) if np.isfinite(difference).any() else 0.0
+    figure = go.Figure()
+    for at, values in enumerate((earlier, later, difference), 1):
+        trace = map_trace(values, rows, columns, "coloraxis2" if at == 3 else "coloraxis", row_title, column_title)
+        figure.add_trace(trace.update(xaxis=_axis("x", at), yaxis=_axis("y", at)))
+        first = {} if at == 1 else {"matches": "y", "showticklabels": False}
+        title = {"title": {"text": escape(row_title)}} if at == 1 else {}
+        figure.layout[f"yaxis{at}"] = {
+            **_cells(rows, 20),
+            **first,
+            **title,
+            "anchor": _axis("x", at),
+            "autorange": "reversed",
+        }
+        matches = {} if at == 1 else {"matches": "x"}
+        short = {} if column_ticks is None else {"ticktext": every(column_ticks, 12), "tickangle": 0}
+        title = {"title": {"text": escape(column_title)}}
+        place = {"domain": _DOMAINS[at - 1], "anchor": _axis("y", at)}
+        figure.layout[f"xaxis{at}"] = {**_cells(columns, 12), **matches, **short, **title, **place}
+        middle = {"x": sum(_DOMAINS[at - 1]) / 2, "y": 1, "xref": "paper", "yref": "paper"}
+        text = {"text": escape(titles[at - 1]), "font": {"size": 13, "color": theme.ink}, "showarrow": False}
+        figure.add_annotation(**middle, **text, xanchor="center", yanchor="bottom")
+    reach = float(np.nanmax(np.abs(difference), initial=0.0))
     top = float(np.nanmax(np.abs([earlier, later]), initial=0.0))
     negative = bool(np.nanmin([earlier, later], initial=0.0) < 0)
     both = diverging(1.0 if cosine else top, unit) if negative else sequential(top, unit)
     second = diverging(reach, "difference")
-    both["colorbar"] = _below(both["colorbar"], 0.32, 0.5, tall)
-    second["colorbar"] = _below(second["colorbar"], 0.845, 0.31, tall)
+    for axis, x in ((both, _DOMAINS[1][1]), (second, _DOMAINS[2][1])):
+        axis["colorbar"] = {**axis["colorbar"], "title": None, "x": x, "xanchor": "left", "xpad": 6, "thickness": 9}
     figure.update_layout(coloraxis=both, coloraxis2=second)
-    figure.update_xaxes(
-        type="category", tickvals=every(columns, 12), title_text=escape(column_title), showgrid=False, matches="x"
-    )
-    figure.update_yaxes(type="category", tickvals=every(rows, 20), autorange="reversed", showgrid=False, matches="y")
-    figure.update_yaxes(title_text=escape(row_title), col=1)
     for text, places in (marks or {}).items():
-        for place in places:
-            figure.add_vrect(
+        for at, place in product((1, 2, 3), places):
+            figure.add_shape(
+                type="rect",
+                xref=_axis("x", at),
+                yref=f"{_axis('y', at)} domain",
                 x0=place - 0.5,
                 x1=place + 0.5,
+                y0=0,
+                y1=1,
                 line={"color": ORANGE, "width": 1.5},
-                fillcolor="rgba(0,0,0,0)",
                 name=escape(text),
-                row="all",
-                col="all",
             )
     if selected is not None:
-        _outline(figure, theme, *selected)
-    tall = height or int(min(max(150 + 22 * len(rows), 260), 560))
-    return figure.update_layout(template=theme.template(), height=tall, margin={"t": 40, "l": 60, "r": 120, "b": 50})
+        for at in (1, 2, 3):
+            _outline(figure, *selected, at)
+    tall = height or int(min(max(120 + 26 * len(rows), 230), 580))
+    return figure.update_layout(template=theme.template(), height=tall, margin={"t": 30, "l": 60, "r": 62, "b": 50})
 
 
 def one_map(
@@ -157,7 +171,7 @@ def one_map(
     height: int | None = None,
 ) -> go.Figure:
     """One heat map [row, column]; `difference` gets a scale symmetric about zero."""
-    figure = make_subplots(rows=1, cols=1)
+    figure = go.Figure()
     figure.add_trace(map_trace(values, rows, columns, "coloraxis", row_title, column_title))
     top = float(np.nanmax(np.abs(values), initial=0.0))
     negative = difference or bool(np.nanmin(values, initial=0.0) < 0)
@@ -166,7 +180,7 @@ def one_map(
         type="category", tickvals=every(rows, 20), title_text=escape(row_title), autorange="reversed", showgrid=False
     )
     if selected is not None:
-        _outline(figure, theme, *selected)
+        _outline(figure, *selected, 1)
     return figure.update_layout(
         template=theme.template(),
         coloraxis=diverging(top, unit) if negative else sequential(top, unit),
@@ -191,20 +205,14 @@ def map_trace(
     )
 
 
-def _below(colour_bar: dict[str, Any], x: float, length: float, height: int) -> dict[str, Any]:
-    """A colour bar under the maps that it belongs to, its title beside the numbers' middle."""
-    title = {**colour_bar["title"], "side": "top", "font": {"size": 12}}
-    place = {"orientation": "h", "x": x, "xanchor": "center", "yref": "container", "y": 4 / height, "yanchor": "bottom"}
-    return {
-        **colour_bar,
-        **place,
-        "title": title,
-        "len": length,
-        "thickness": 9,
-        "ypad": 0,
-        "xpad": 0,
-        "ticklabelposition": "outside bottom",
-    }
+def _axis(letter: str, at: int) -> str:
+    """Plotly's name of the first, second ... axis."""
+    return letter if at == 1 else f"{letter}{at}"
+
+
+def _cells(labels: Sequence[str], most: int) -> dict[str, Any]:
+    """An axis of a heat map: a category a cell, ticks thinned, no grid behind the cells."""
+    return {"type": "category", "tickvals": every(labels, most), "showgrid": False}
 
 
 def _style(theme: Theme, look: int | str) -> Style:
@@ -218,16 +226,16 @@ def _style(theme: Theme, look: int | str) -> Style:
     }[look]
 
 
-def _outline(figure: go.Figure, theme: Theme, row: int, column: int) -> None:
+def _outline(figure: go.Figure, row: int, column: int, at: int) -> None:
     figure.add_shape(
         type="rect",
+        xref=_axis("x", at),
+        yref=_axis("y", at),
         x0=column - 0.5,
         x1=column + 0.5,
         y0=row - 0.5,
         y1=row + 0.5,
         line={"color": ORANGE, "width": 2.5},
-        row="all",
-        col="all",
     )
 
 

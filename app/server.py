@@ -19,7 +19,7 @@ from visitlens.app.context import Context, view_of
 from visitlens.app.pages import pages
 from visitlens.kernels.errors import InputError
 
-_LOCAL = ("127.0.0.1", "localhost", "[::1]", "::1")
+_LOCAL = ("127.0.0.1", "localhost")
 _ASSETS = Path(__file__).with_name("assets")
 _COOKIE = "visitlens_access"
 _MOST_BYTES = 2_000_000
@@ -153,6 +153,7 @@ def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
 
     @server.before_request
     def _ask() -> Any:
+        _ = request.host  # raises for a host that isn't trusted, before anything else is answered
         if not access.token or request.path == "/health":
             return None
         given = request.args.get("access") or (request.form.get("access") if request.method == "POST" else None)

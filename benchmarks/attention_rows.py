@@ -1,11 +1,12 @@
 """How fast the attention-row statistics are, against a naive T x T version and against a floor.
 
-    python benchmarks/attention_rows.py --out rows.json [--cases t1024 t2048 ...] [--repeats 5]
+    python benchmarks/attention_rows.py --out rows.json [--cases t1024 t2048 ...] [--repeats 5] [--memory]
 
 Every repeat times floor, naive and each implementation one after the other on the CPU clock of one thread, so that
 a busy machine slows all of them; the table holds medians of the ratios within a repeat. The floor is the score
 products of both visits at the speed of one large product of this machine, plus two `exp` per visible key. Extra
-memory is the peak of the process over what it held before the call, in a process of its own.
+memory is the peak of the process over what it held before the call, in a process of its own; `--memory` takes it at
+lengths from 512 to 16384, one document each, beside that of the naive version where it fits.
 """
 
 from __future__ import annotations
@@ -13,21 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from machine import describe
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from visitlens.kernels.attention_rows import visit_overlaps
 from visitlens.kernels.dispatch import ATTENTION_ROWS, choose_attention_rows
-from visitlens.kernels.errors import UnavailableError
+from visitlens.kernels.errors import VisitlensError
 from visitlens.kernels.segments import Segments
 
 Visits = list[tuple[Tensor, Tensor]]
@@ -107,11 +109,12 @@ def _cpu_seconds(run: Callable[[], object]) -> float:
 def _extra_memory(case: Case, implementation: str, queue: multiprocessing.Queue) -> None:
     torch.set_num_threads(1)
     small = Case(256, 100, case.heads, case.kv_heads, case.width)  # compiles and fills the allocator's caches
-    visit_overlaps(small.visits(), small.segments(), implementation=implementation)
+    run = naive if implementation == "naive" else partial(visit_overlaps, implementation=implementation)
+    run(small.visits(), small.segments())
     visits, segments = case.visits(), case.segments()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status("VmRSS")
-    visit_overlaps(visits, segments, implementation=implementation)
+    run(visits, segments)
     queue.put((_status("VmHWM") - before) / 1024)
 
 
@@ -136,23 +139,39 @@ def measure(case: Case, implementations: list[str], repeats: int) -> dict:
     result["milliseconds"] = {name: 1e3 * statistics.median(s) for name, s in seconds.items()}
     for name in implementations:
         ours = seconds[name]
-        context = multiprocessing.get_context("spawn")
-        queue = context.Queue()
-        process = context.Process(target=_extra_memory, args=(case, name, queue))
-        process.start()
         result[name] = {
             "faster_than_naive": statistics.median(n / s for n, s in zip(seconds["naive"], ours, strict=True)),
             "times_the_floor": statistics.median(s / f for s, f in zip(ours, seconds["floor"], strict=True)),
-            "extra_megabytes": queue.get(timeout=600),
+            "extra_megabytes": extra_megabytes(case, name),
         }
-        process.join()
     return result
+
+
+def extra_megabytes(case: Case, implementation: str) -> float:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=_extra_memory, args=(case, implementation, queue))
+    process.start()
+    megabytes = queue.get(timeout=900)
+    process.join()
+    return megabytes
+
+
+def memory_by_length(implementations: list[str]) -> dict[str, dict[int, float]]:
+    """Extra megabytes by implementation and T; 4 heads, 2 key/value, d = 64, one document."""
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return {
+        name: {
+            t: round(extra_megabytes(Case(t, t, 4, 2, 64), name), 1) for t in lengths if name != "naive" or t <= 4096
+        }
+        for name in ("naive", *implementations)
+    }
 
 
 def _available(name: str) -> bool:
     try:
         choose_attention_rows("cpu", torch.float32, name)
-    except UnavailableError:
+    except VisitlensError:
         return False
     return True
 
@@ -160,15 +179,18 @@ def _available(name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     implementations = [name for name in ATTENTION_ROWS if _available(name)]
 
     results = {name: measure(CASES[name], implementations, arguments.repeats) for name in arguments.cases}
-    machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
-    arguments.out.write_text(json.dumps({"machine": machine, "repeats": arguments.repeats, "cases": results}, indent=1))
+    report = {"machine": describe(), "repeats": arguments.repeats, "cases": results}
+    if arguments.memory:
+        report["extra_megabytes_by_length"] = memory_by_length(implementations)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
     table = Table("case", "floor ms", "naive ms", "implementation", "ms", "x naive", "x floor", "extra MB")
     for name, result in results.items():
@@ -181,6 +203,8 @@ def main() -> None:
                 f"{ratios['extra_megabytes']:.0f}",
             )  # fmt: skip
     Console().print(table)
+    for name, by_length in report.get("extra_megabytes_by_length", {}).items():
+        Console().print(f"extra MB of {name} by T: {by_length}")
 
 
 if __name__ == "__main__":

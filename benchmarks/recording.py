@@ -71,7 +71,7 @@ def main(
 def _ratios(checkpoint: Path, tokens: int, rounds: int) -> dict[str, float]:
     model = load_model(checkpoint)
     request = RunRequest(checkpoint=checkpoint, text=SAMPLE, out=Path("unused"), max_tokens=tokens)
-    contexts = pack_text(request, model.config)
+    contexts, _ = pack_text(request, model.config)
     names = list(_collector(model, contexts).measures)
     without_rows = [name for name in names if name not in ATTENTION]
     variants = {

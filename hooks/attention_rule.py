@@ -1,8 +1,8 @@
 """How a step's attention rows follow from its queries and keys, where that is more than a causal softmax.
 
-The native model's rows are the softmax of `q k^T / sqrt(d)` over `[segment start, i]`, and kernels compute their statistics
-without a map. Other models add a sliding window, a learned sink, another scale, a bias, or attend both ways: then the
-rows of one document at a time are formed here and reduced at once.
+The native model's rows are the softmax of `q k^T / sqrt(d)` over `[segment start, i]`. Other models have another scale, a
+sliding window, a soft cap or a learned sink: kernels compute the statistics of these too, without a map. Where attention
+goes both ways, or a bias depends on the token, the rows of one document at a time are formed here and reduced at once.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ _TOP = 8
 @dataclass(frozen=True)
 class AttentionRule:
     """`scale` of the scores; `window`: keys a query sees, itself included; `sinks [head]`: logits of a slot that takes
-    mass and gives nothing, so that a row sums to 1 with it; `from_map`: rows can't be had from Q and K, P is kept."""
+    mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept."""
 
     scale: float
     window: int | None = None
     causal: bool = True
     sinks: Tensor | None = None
+    soft_cap: float | None = None
     from_map: bool = False
 
-    def is_plain(self, longest: int) -> bool:
-        """Whether the kernels' causal softmax gives the rows of documents up to this length."""
-        window = self.window is None or self.window >= longest
-        return window and self.causal and self.sinks is None and not self.from_map
+    @property
+    def in_kernels(self) -> bool:
+        """Whether the kernels form these rows from Q and K."""
+        return self.causal and not self.from_map
 
     def pattern(self, q: Tensor, k: Tensor) -> Tensor:
         """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""
         spread = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
         q, spread = (x if x.dtype == torch.float64 else x.float() for x in (q, spread))
         scores = q.transpose(-3, -2) @ spread.movedim(-3, -1) * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * (scores / self.soft_cap).tanh()
         scores = scores.masked_fill(~self.visible(q.shape[-3], q.device), -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)
@@ -61,7 +64,7 @@ def map_overlaps(
     segments: Segments,
     overlaps: bool,
 ) -> VisitOverlaps:
-    """As `kernels.attention_rows.visit_overlaps`, from maps: `pattern_of(visit, start, end)` is P [head, query, key] of one
+    """What `kernels.attention_rows.visit_overlaps` finds, from maps: `pattern_of(visit, start, end)` is P [head, query, key] of one
     document. Holds one document's maps of all visits at a time. `log_sum_exp` isn't known from P and is NaN.
 
     Ties in P go to the smaller position; a row with a NaN has NaN in every float result, no match and no shared key.
@@ -79,7 +82,8 @@ def map_overlaps(
         seen = [rule.visible(end - start, maps[0].device).sum(-1) for rule in rules]
         tops = [_top(p) for p in maps] if overlaps else []
         for v, p in enumerate(maps):
-            entropy = torch.special.entr(p).sum(-1)
+            slot = (1 - p.sum(-1)).clamp(min=0)  # what a sink takes is one more outcome
+            entropy = torch.special.entr(p).sum(-1) + torch.special.entr(slot)
             rows[v].append(torch.stack([torch.full_like(entropy, torch.nan), p[..., 0], p[..., :4].sum(-1), entropy]))
         for a, b in pairs:
             across[a, b].append(_overlap(maps[a], maps[b], tops[a], tops[b], seen[a]))

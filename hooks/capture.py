@@ -26,6 +26,7 @@ from visitlens.kernels.attention_rows import (
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.memory import return_freed_memory
 from visitlens.kernels.segments import Segments
+from visitlens.kernels.vector_geometry import norms, pairwise_products
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -37,15 +38,19 @@ _MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second
 class Captured:
     """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...].
 
-    `absent` names the steps that lack a site, with the reason; `rules` the steps whose attention
+    `absent` names the steps that lack a site, with the reason; `widths` a token's shape of sites that no step has; `rules` the steps whose attention
     rows aren't the plain causal softmax of Q and K.
     """
 
     def __init__(
-        self, plan: ExecutionPlan, sites: tuple[str, ...], absent: Mapping[str, Mapping[int, str]] | None = None
+        self,
+        plan: ExecutionPlan,
+        sites: tuple[str, ...],
+        absent: Mapping[str, Mapping[int, str]] | None = None,
+        widths: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.plan, self.sites = plan, sites
-        self.absent = absent or {}
+        self.absent, self.widths = absent or {}, widths or {}
         self.rules: dict[int, AttentionRule] = {}
         self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
 
@@ -89,7 +94,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
         InputError: an unknown site, or one that the model doesn't have.
     """
     if isinstance(model, InstrumentedModel):
-        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps())
+        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.missing_widths())
         with model.observing(captured):
             yield captured
         return
@@ -125,7 +130,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
 class StepValues:
     """Site values of one batch over its real tokens, flat: `site(name, step)` is [token, ...]; padding is left out.
 
-    Attention-row statistics are computed here, once, from Q and K, for whatever statistics ask for them.
+    What several statistics need is computed here, once: attention rows from Q and K, norms, products of the updates.
     """
 
     def __init__(self, captured: Captured, segment_ids: Tensor, attention_implementation: str = "auto") -> None:
@@ -140,9 +145,10 @@ class StepValues:
             lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
             self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
         self._flat: dict[tuple[str, int], Tensor] = {}
+        self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
-        """NaN (expert 0) at a step that lacks the site; one NaN a token of a site that no step has."""
+        """NaN (expert 0) at a step that lacks the site."""
         if (name, step) not in self._flat:
             if step in self._captured.absent.get(name, {}):
                 self._flat[name, step] = self._nothing_at(name)
@@ -154,9 +160,21 @@ class StepValues:
     def _nothing_at(self, name: str) -> Tensor:
         having = [s.index for s in self.plan.steps if s.index not in self._captured.absent[name]]
         if not having:
-            return torch.full((self.segments.num_tokens, 1), float("nan"))
+            return torch.full((self.segments.num_tokens, *self._captured.widths[name]), float("nan"))
         like = self.site(name, having[0])
         return torch.full_like(like, float("nan") if like.is_floating_point() else 0)
+
+    def norm(self, name: str, step: int) -> Tensor:
+        """Norms of a site's vectors: [token], or [token, head] where a site has heads."""
+        if (name, step) not in self._norms:
+            self._norms[name, step] = norms(self.site(name, step))
+        return self._norms[name, step]
+
+    @cached_property
+    def update_products(self) -> Tensor:
+        """[token, step, step] inner products of every two steps' updates, attention write + MoE write."""
+        steps = range(len(self.plan))
+        return pairwise_products([(self.site("attn_write", s), self.site("moe_write", s)) for s in steps])
 
     @cached_property
     def visible_keys(self) -> Tensor:
@@ -191,14 +209,14 @@ class StepValues:
         if steps[0] in self._captured.absent.get("Q", {}):
             return self._no_rows(len(steps))
         rules = [self._captured.rules.get(step) for step in steps]
-        longest = max((end - start for start, end in self.segments.spans), default=0)
         visits = [self._queries_and_keys(step) for step in steps]
-        if all(rule is None or rule.is_plain(longest) for rule in rules):
-            scale = rules[0].scale if rules[0] else None
-            if not overlaps:
-                rows = [row_statistics(q, k, self.segments, scale, self._implementation) for q, k in visits]
-                return VisitOverlaps(rows, {}, None)
-            return visit_overlaps(visits, self.segments, scale, self._implementation)
+        first = rules[0] or AttentionRule(visits[0][0].shape[-1] ** -0.5)  # the same at every visit of a layer
+        if first.in_kernels:
+            fixed = {"window": first.window, "soft_cap": first.soft_cap, "sinks": first.sinks}
+            if overlaps:
+                return visit_overlaps(visits, self.segments, first.scale, self._implementation, **fixed)
+            rows = [row_statistics(q, k, self.segments, first.scale, self._implementation, **fixed) for q, k in visits]
+            return VisitOverlaps(rows, {}, None)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
             rule = rules[visit]

@@ -8,7 +8,9 @@ shape says.
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
+from dataclasses import dataclass
 
 import h5py
 import numpy as np
@@ -21,65 +23,77 @@ _BLOCK = 65_536  # words: the products below stay far from 2**63
 Selection = tuple[int | slice, ...]
 
 
-def filters_of(dataset: h5py.h5d.DatasetID) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class StoredArray:
+    """A dataset and what was checked of it. `kind` is `u2`, `f4` ...; `chunk` None: contiguous; filters as applied."""
+
+    id: h5py.h5d.DatasetID
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    chunk: tuple[int, ...] | None
+    filters: tuple[int, ...]
+
+    def read(self, selection: Selection = ()) -> np.ndarray:
+        """By HDF5."""
+        return np.asarray(h5py.Dataset(self.id)[selection])
+
+
+def filters_of(created: h5py.h5p.PropDCID) -> tuple[int, ...]:
     """Filter codes in the order in which they were applied."""
-    plist = dataset.get_create_plist()
-    return tuple(plist.get_filter(i)[0] for i in range(plist.get_nfilters()))
+    return tuple(created.get_filter(i)[0] for i in range(created.get_nfilters()))
 
 
-def read_exactly(dataset: h5py.Dataset, where: str, selection: Selection = ()) -> np.ndarray:
-    """`dataset[selection]` for integers and slices of step 1 on the leading axes.
+def read_exactly(array: StoredArray, where: str, selection: Selection = ()) -> np.ndarray:
+    """`array[selection]` for integers and slices of step 1 on the leading axes.
 
     Raises:
         RecordingError: a chunk that doesn't decode to its exact length, or whose checksum is wrong.
     """
-    filters = filters_of(dataset.id)
-    if DEFLATE not in filters:
-        return np.asarray(dataset[selection])
-    full = (*selection, *(slice(None),) * (dataset.ndim - len(selection)))
+    if array.chunk is None or DEFLATE not in array.filters:
+        return array.read(selection)
+    full = (*selection, *(slice(None),) * (len(array.shape) - len(selection)))
     bounds = []
-    for index, size in zip(full, dataset.shape, strict=True):
+    for index, size in zip(full, array.shape, strict=True):
         start, stop, _ = index.indices(size) if isinstance(index, slice) else slice(index, index + 1).indices(size)
         bounds.append((start, max(start, stop)))
-    result = np.empty([stop - start for start, stop in bounds], dataset.dtype)
-    spans = [
-        range(start // c * c, stop if stop > start else 0, c)
-        for (start, stop), c in zip(bounds, dataset.chunks, strict=True)
-    ]
-    for origin in itertools.product(*spans):
-        block = _decode(dataset, where, origin, filters)
-        into, part = [], []
-        for (start, stop), first, size in zip(bounds, origin, dataset.chunks, strict=True):
-            low, high = max(start, first), min(stop, first + size)
-            into.append(slice(low - start, high - start))
-            part.append(slice(low - first, high - first))
-        result[tuple(into)] = block[tuple(part)]
+    result = np.empty([stop - start for start, stop in bounds], array.kind)
+    if result.size:
+        spans = [range(start // c * c, stop, c) for (start, stop), c in zip(bounds, array.chunk, strict=True)]
+        for origin in itertools.product(*spans):
+            block = _decode(array, where, origin)
+            into, part = [], []
+            for (start, stop), first, size in zip(bounds, origin, array.chunk, strict=True):
+                low, high = max(start, first), min(stop, first + size)
+                into.append(slice(low - start, high - start))
+                part.append(slice(low - first, high - first))
+            result[tuple(into)] = block[tuple(part)]
     return result[tuple(0 if isinstance(index, int) else slice(None) for index in full)]
 
 
-def check_chunks(dataset: h5py.Dataset, where: str) -> None:
+def check_chunks(array: StoredArray, where: str) -> None:
     """Reads every chunk, one at a time.
 
     Raises:
         RecordingError: one is damaged.
         OSError: HDF5's checksum of one that isn't compressed is wrong.
     """
-    filters = filters_of(dataset.id)
-    if dataset.chunks is None:
-        _ = dataset[()]
+    if array.chunk is None:
+        array.read()
         return
-    for origin in itertools.product(*(range(0, n, c) for n, c in zip(dataset.shape, dataset.chunks, strict=True))):
-        if DEFLATE in filters:
-            _decode(dataset, where, origin, filters)
+    for origin in itertools.product(*(range(0, n, c) for n, c in zip(array.shape, array.chunk, strict=True))):
+        if DEFLATE in array.filters:
+            _decode(array, where, origin)
         else:
-            _ = dataset[tuple(slice(o, o + c) for o, c in zip(origin, dataset.chunks, strict=True))]
+            array.read(tuple(slice(o, o + c) for o, c in zip(origin, array.chunk, strict=True)))
 
 
-def _decode(dataset: h5py.Dataset, where: str, origin: tuple[int, ...], filters: tuple[int, ...]) -> np.ndarray:
-    where = f"{where}: dataset {dataset.name!r}, chunk {origin}"
-    _, data = dataset.id.read_direct_chunk(origin)
-    wanted = int(np.prod(dataset.chunks)) * dataset.dtype.itemsize
-    for code in reversed(filters):
+def _decode(array: StoredArray, where: str, origin: tuple[int, ...]) -> np.ndarray:
+    where = f"{where}: {array.name}, chunk {origin}"
+    _, data = array.id.read_direct_chunk(origin)
+    item, chunk = np.dtype(array.kind).itemsize, array.chunk or ()
+    wanted = math.prod(chunk) * item
+    for code in reversed(array.filters):
         if code == FLETCHER32:
             data, stored = data[:-4], data[-4:]
             if fletcher32(data) != int.from_bytes(stored, "little"):
@@ -87,8 +101,8 @@ def _decode(dataset: h5py.Dataset, where: str, origin: tuple[int, ...], filters:
         elif code == DEFLATE:
             data = _inflate(data, wanted, where)
         elif code == SHUFFLE:
-            data = np.frombuffer(data, np.uint8).reshape(dataset.dtype.itemsize, -1).T.tobytes()
-    return np.frombuffer(data, dataset.dtype).reshape(dataset.chunks)
+            data = np.frombuffer(data, np.uint8).reshape(item, -1).T.tobytes()
+    return np.frombuffer(data, array.kind).reshape(chunk)
 
 
 def _inflate(data: bytes, wanted: int, where: str) -> bytes:

@@ -8,20 +8,33 @@ every chunk, and lets HDF5 decode.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from visitlens.hooks import schema  # sets HDF5_PLUGIN_PRELOAD: before h5py
 
 import h5py  # isort: skip
 import numpy as np
-from h5py import h5a, h5d, h5f, h5o, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5o, h5pl, h5s, h5t
+from h5py._objects import phil
 
-from visitlens.hooks.chunks import DEFLATE, FLETCHER32, SHUFFLE, Selection, filters_of, read_exactly
+from visitlens.hooks.chunks import (
+    DEFLATE,
+    FLETCHER32,
+    SHUFFLE,
+    Selection,
+    StoredArray,
+    check_chunks,
+    filters_of,
+    read_exactly,
+)
 from visitlens.hooks.untrusted import held
 from visitlens.kernels.errors import RecordingError
 
@@ -29,26 +42,29 @@ MAX_DEPTH, MAX_OBJECTS, MAX_ATTRIBUTES = 4, 4096, 32
 MAX_ATTRIBUTE_BYTES = 2**20
 MAX_CHUNK_BYTES = 64 * 2**20
 MAX_UNPACKED, MAX_EXPANSION = 2**29, 32  # a file's arrays: at most the larger of 512 MB and 32 times its size
+_FIRST_BYTE = 48  # behind the superblock
 _DEFLATE_RATIO = 1040  # no deflate stream expands more than 1032 times
 _NAME = re.compile(rb"[A-Za-z0-9_.\-]{1,64}")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_SYMBOL_TABLE, _EXTERNAL_FILES = 1 << 0x11, 1 << 0x07  # header messages of old-style groups and of external storage
-_INTEGERS = {
-    (size, signed): getattr(h5t, f"STD_{'I' if signed else 'U'}{8 * size}LE")
-    for size in (1, 2, 4, 8)
-    for signed in (False, True)
-}
-_FLOATS = {2: h5t.IEEE_F16LE, 4: h5t.IEEE_F32LE, 8: h5t.IEEE_F64LE}
+_SYMBOL_TABLE = 1 << 0x11  # the header message of old-style groups
+_NUMBERS = {f"{c}{n}": getattr(h5t, f"STD_{c.upper()}{8 * n}LE") for c in "iu" for n in (1, 2, 4, 8)}
+_NUMBERS |= {f"f{n}": getattr(h5t, f"IEEE_F{8 * n}LE") for n in (2, 4, 8)}
 
 
 class Gated:
-    """A file that has passed: root attributes by `file.attrs`, arrays by `read`."""
+    """A file that has passed: root attributes by `file.attrs`, arrays by `read`. `arrays` are all of them by name."""
 
-    def __init__(self, file: h5py.File, where: str, trusted: bool) -> None:
-        self.file, self.where, self.trusted = file, where, trusted
+    def __init__(self, file: h5py.File, where: str, arrays: dict[str, StoredArray], trusted: bool) -> None:
+        self.file, self.where, self.arrays, self.trusted = file, where, arrays, trusted
 
     def __contains__(self, name: str) -> bool:
-        return name in self.file
+        return name in self.arrays
+
+    def array(self, name: str) -> StoredArray:
+        """Raises RecordingError where there is none of that name."""
+        if name not in self.arrays:
+            raise RecordingError(f"{self.where}: holds no dataset {name}")
+        return self.arrays[name]
 
     def read(self, name: str, selection: Selection = ()) -> np.ndarray:
         """An array, or the part of it that integers and slices of step 1 select.
@@ -56,25 +72,37 @@ class Gated:
         Raises:
             RecordingError: no dataset of that name, or damaged data.
         """
-        dataset = self.dataset(name)
+        array = self.array(name)
         try:
-            return np.asarray(dataset[selection]) if self.trusted else read_exactly(dataset, self.where, selection)
+            return array.read(selection) if self.trusted else read_exactly(array, self.where, selection)
         except OSError as error:
             raise RecordingError(f"{self.where}: {name} can't be read ({error}); the file is damaged") from error
 
-    def dataset(self, name: str) -> h5py.Dataset:
-        found = self.file.get(name)
-        if not isinstance(found, h5py.Dataset):
-            raise RecordingError(f"{self.where}: holds no dataset {name}")
-        return found
+    def attributes(self, name: str) -> dict[str, Any]:
+        """Of a dataset or group: numbers, and text as `str`."""
+        found = self.file[name].attrs
+        try:
+            return {
+                key: schema.get_text(found, key) if isinstance(value, bytes | str) else value
+                for key, value in found.items()
+            }
+        except UnicodeDecodeError as error:
+            raise RecordingError(f"{self.where}: {name}: an attribute that isn't UTF-8 text") from error
 
-    def datasets(self) -> dict[str, h5py.Dataset]:
-        """All of them, by full name without the leading slash."""
-        found: dict[str, h5py.Dataset] = {}
-        self.file.visititems(lambda name, item: found.update({name: item}) if isinstance(item, h5py.Dataset) else None)
-        return found
+    def check_data(self) -> None:
+        """Reads every chunk of every array.
+
+        Raises:
+            RecordingError: one is damaged.
+        """
+        for name, array in self.arrays.items():
+            try:
+                check_chunks(array, self.where)
+            except OSError as error:
+                raise RecordingError(f"{self.where}: {name} can't be read ({error}); the file is damaged") from error
 
     def close(self) -> None:
+        self.arrays.clear()
         self.file.close()
 
 
@@ -100,10 +128,9 @@ def open_gated(path: Path, *, trusted: bool = False, expected_bytes: int | None 
         size = os.fstat(descriptor).st_size
         if expected_bytes is not None and size != expected_bytes:
             raise RecordingError(f"{path}: {size} bytes, the manifest says {expected_bytes}: damaged")
-        access = h5p.create(h5p.FILE_ACCESS)
-        access.set_fclose_degree(h5f.CLOSE_STRONG)
         try:  # the same inode, whatever lies at the path by now; HDF5 keeps a descriptor of its own
-            opened = h5f.open(f"/dev/fd/{descriptor}".encode(), h5f.ACC_RDONLY, fapl=access)
+            with _no_plugins():
+                opened = h5f.open(f"/dev/fd/{descriptor}".encode(), h5f.ACC_RDONLY)
         except (OSError, RuntimeError) as error:
             raise RecordingError(f"{path}: not a readable HDF5 file ({error}); it is damaged") from error
     file = h5py.File(opened)
@@ -117,7 +144,22 @@ def open_gated(path: Path, *, trusted: bool = False, expected_bytes: int | None 
     except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # what h5py raises for damaged metadata
         file.close()
         raise RecordingError(f"{path}: refused: unreadable structure ({error}); the file is damaged") from error
-    return Gated(file, str(path), trusted)
+    return Gated(file, str(path), check.arrays, trusted)
+
+
+@contextmanager
+def _no_plugins() -> Iterator[None]:
+    """HDF5 loads every library in its plugin path in search of one that opens a file it can't open itself, even with
+    HDF5_PLUGIN_PRELOAD="::": here that path is empty for as long as it opens a file."""
+    with phil:  # no other thread is in HDF5 meanwhile
+        paths = [h5pl.get(index) for index in range(h5pl.size())]
+        for _ in paths:
+            h5pl.remove(0)
+        try:
+            yield
+        finally:
+            for path in paths:
+                h5pl.append(path)
 
 
 @dataclass
@@ -127,8 +169,8 @@ class _Check:
     trusted: bool
     seen: set[int] = field(default_factory=set)
     unpacked: int = 0
-    arrays: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    extents: list[np.ndarray] = field(default_factory=list)
+    arrays: dict[str, StoredArray] = field(default_factory=dict)
+    extents: list[tuple[int, int]] = field(default_factory=list)
 
     def refuse(self, name: bytes, why: str) -> RecordingError:
         shown = repr(name.decode("utf-8", "backslashreplace")[:80])
@@ -138,63 +180,69 @@ class _Check:
         created = opened.get_create_plist()
         if created.get_version()[0] != 3 or created.get_userblock():
             raise RecordingError(f"{self.where}: an HDF5 file, but not of a visitlens recording (another HDF5 version)")
-        self._object(h5o.get_info(opened), b"/")
         root = h5o.open(opened, b"/")
-        self._attributes(root, b"/")
+        self.seen.add(h5o.get_info(root).addr)
         self._group(root, b"", depth=1)
         self._no_overlap()
 
     def _group(self, group: h5py.h5g.GroupID, path: bytes, depth: int) -> None:
+        info = h5o.get_info(group)
         if depth > MAX_DEPTH:
             raise self.refuse(path, f"lies deeper than {MAX_DEPTH} groups")
+        if info.hdr.version != 2 or info.hdr.mesg.present & _SYMBOL_TABLE or info.hdr.mesg.shared:
+            raise self.refuse(path, "is an old-style group or shares its header")
+        self._attributes(group, path)
         for name in self._links(group, path):
             full = path + b"/" + name
-            info = h5o.get_info(group, name)
-            self._object(info, full)
-            if info.type not in (h5o.TYPE_GROUP, h5o.TYPE_DATASET):
-                raise self.refuse(full, "is neither a group nor a dataset")
             item = h5o.open(group, name)
-            self._attributes(item, full)
-            if info.type == h5o.TYPE_GROUP:
+            if isinstance(item, h5py.h5g.GroupID):
                 self._group(item, full, depth + 1)
-            else:
+            elif isinstance(item, h5d.DatasetID):
                 self._dataset(item, full)
+                self._attributes(item, full)
+            else:
+                raise self.refuse(full, "is neither a group nor a dataset")
 
     def _links(self, group: h5py.h5g.GroupID, path: bytes) -> list[bytes]:
         names: list[bytes] = []
+        refusal: list[RecordingError] = []
 
-        def look(name: bytes, info: h5py.h5l.LinkInfo) -> None:
-            if not _NAME.fullmatch(name):
-                raise self.refuse(path + b"/" + name, "has a name with other characters than letters, digits, _ . -")
-            if info.type != h5py.h5l.TYPE_HARD:
-                raise self.refuse(path + b"/" + name, "is a soft or external link")
+        def look(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:
+            why = self._link(name, info)
+            if why:
+                refusal.append(self.refuse(path + b"/" + name, why))
+                return True  # ends the iteration; an exception through HDF5 would arrive as another
             names.append(name)
-            if len(names) + len(self.seen) > MAX_OBJECTS:
-                raise self.refuse(path, f"makes more than {MAX_OBJECTS} objects")
+            return None
 
         group.links.iterate(look, info=True)
+        if refusal:
+            raise refusal[0]
         return names
 
-    def _object(self, info: h5o.ObjInfo, path: bytes) -> None:
-        if info.addr in self.seen:
-            raise self.refuse(path, "is linked twice, or in a cycle")
-        self.seen.add(info.addr)
-        if info.hdr.version != 2 or info.hdr.mesg.present & _SYMBOL_TABLE or info.hdr.mesg.shared:
-            raise self.refuse(path, "is an old-style object or shares its header")
-        if info.hdr.mesg.present & _EXTERNAL_FILES:
-            raise self.refuse(path, "keeps its data in another file (external storage)")
-        if info.num_attrs > MAX_ATTRIBUTES:
-            raise self.refuse(path, f"has more than {MAX_ATTRIBUTES} attributes")
+    def _link(self, name: bytes, info: h5py.h5l.LinkInfo) -> str:
+        """Why it is refused, or nothing."""
+        if not _NAME.fullmatch(name):
+            return "has a name with other characters than letters, digits, _ . -"
+        if info.type != h5py.h5l.TYPE_HARD:
+            return "is a soft or external link"
+        if info.u in self.seen:
+            return "is linked twice, or in a cycle"
+        self.seen.add(info.u)
+        return f"makes more than {MAX_OBJECTS} objects" if len(self.seen) > MAX_OBJECTS else ""
 
     def _attributes(self, item: h5py.h5g.GroupID | h5d.DatasetID, path: bytes) -> None:
-        for index in range(h5a.get_num_attrs(item)):
+        count = h5a.get_num_attrs(item)
+        if count > MAX_ATTRIBUTES:
+            raise self.refuse(path, f"has more than {MAX_ATTRIBUTES} attributes")
+        for index in range(count):
             attribute = h5a.open(item, index=index)
             name = path + b"@" + attribute.name
             if not _NAME.fullmatch(attribute.name):
                 raise self.refuse(name, "has a name with other characters than letters, digits, _ . -")
             kind, space = attribute.get_type(), attribute.get_space()
             text = kind.get_class() == h5t.STRING and not kind.is_variable_str()
-            if not text and not _is_number(kind):
+            if not text and not _number(kind):
                 raise self.refuse(name, "is of another type than numbers and fixed-length text")
             if space.get_simple_extent_type() != h5s.SCALAR or kind.get_size() > MAX_ATTRIBUTE_BYTES:
                 raise self.refuse(name, f"isn't one value of at most {MAX_ATTRIBUTE_BYTES} bytes")
@@ -208,107 +256,101 @@ class _Check:
         if created.get_external_count():
             raise self.refuse(path, "keeps its data in another file (external storage)")
         kind, space = dataset.get_type(), dataset.get_space()
-        if not _is_number(kind):
+        if not (number := _number(kind)):
             raise self.refuse(path, "is of another type than plain little-endian numbers")
         if space.get_simple_extent_type() == h5s.NULL:
             raise self.refuse(path, "has no shape")
         shape, item = space.get_simple_extent_dims(), kind.get_size()
-        self.arrays[path[1:].decode()] = shape, kind.dtype.str[1:]
-        total = item
-        for length in shape:
-            total *= int(length)
+        chunk, filters = (created.get_chunk() if layout == h5d.CHUNKED else None), filters_of(created)
+        name = path[1:].decode()
+        self.arrays[name] = StoredArray(dataset, name, shape, number, chunk, filters)
+        total = math.prod(shape) * item
         self.unpacked += total
         limit = max(MAX_UNPACKED, MAX_EXPANSION * self.size)
         if self.unpacked > limit:
             raise self.refuse(path, f"makes more than {limit} bytes of arrays in a file of {self.size}")
-        if layout == h5d.CONTIGUOUS:
-            if created.get_nfilters() or (total and dataset.get_storage_size() != total):
+        if chunk is None:
+            if filters or (total and dataset.get_storage_size() != total):
                 raise self.refuse(path, f"doesn't hold the {total} bytes that its shape says")
             if total:
                 offset = dataset.get_offset()
                 if offset is None:
                     raise self.refuse(path, "has no data")
-                self._keep(path, np.array([[offset, total]], np.int64))
+                self._keep(path, [(offset, total)])
             return
-        self._chunked(dataset, path, shape, created.get_chunk(), item)
+        self._chunked(self.arrays[name], path, item)
 
-    def _chunked(
-        self, dataset: h5d.DatasetID, path: bytes, shape: tuple[int, ...], chunk: tuple[int, ...], item: int
-    ) -> None:
-        filters = filters_of(dataset)
-        if any(f not in (SHUFFLE, DEFLATE, FLETCHER32) for f in filters) or len(set(filters)) < len(filters):
-            raise self.refuse(path, f"has filters {filters}; allowed are shuffle, gzip and Fletcher32, each once")
+    def _chunked(self, array: StoredArray, path: bytes, item: int) -> None:
+        filters, shape, chunk = array.filters, array.shape, array.chunk or ()
         if filters != tuple(f for f in (SHUFFLE, DEFLATE, FLETCHER32) if f in filters):
-            raise self.refuse(path, f"has its filters in the order {filters}; expected shuffle, gzip, Fletcher32")
-        size = item
-        for length in chunk:
-            size *= int(length)
+            raise self.refuse(
+                path, f"has filters {filters}; expected shuffle, gzip, Fletcher32 in this order, each once"
+            )
+        size = math.prod(chunk) * item
         if size > MAX_CHUNK_BYTES:
             raise self.refuse(path, f"has chunks of {size} bytes; at most {MAX_CHUNK_BYTES} are read")
         counts = [-(-n // c) for n, c in zip(shape, chunk, strict=True)]
-        expected = int(np.prod(counts, dtype=object))
+        expected = math.prod(counts)
         if expected > self.size:
             raise self.refuse(path, f"has {expected} chunks in a file of {self.size} bytes")
-        if self.trusted:
+        if self.trusted or not expected:
             return
         places: list[tuple[int, ...]] = []
-        stored: list[tuple[int, int, int]] = []
+        extents: list[tuple[int, int]] = []
+        skipped: list[int] = []
 
-        def look(found: h5d.StoreInfo) -> None:
-            places.append(found.chunk_offset)
-            stored.append((found.byte_offset, found.size, found.filter_mask))
-            if len(stored) > expected:
-                raise self.refuse(path, f"stores more chunks than the {expected} of its shape")
+        def look(found: h5d.StoreInfo) -> bool | None:
+            place, mask, offset, stored = found
+            places.append(place)
+            extents.append((offset, stored))
+            if mask:
+                skipped.append(mask)
+            return True if len(extents) > expected else None
 
-        if expected:
-            dataset.chunk_iter(look)
-        if len(stored) != expected:
-            raise self.refuse(path, f"stores {len(stored)} of its {expected} chunks")
-        if not expected:
-            return
-        at, table = np.array(places, np.int64), np.array(stored, np.int64)
-        index = np.zeros(expected, np.int64)
-        for axis, (count, length) in enumerate(zip(counts, chunk, strict=True)):
-            if (at[:, axis] % length).any() or (at[:, axis] // length >= count).any():
-                raise self.refuse(path, "stores a chunk outside its shape")
-            index = index * count + at[:, axis] // length
-        if len(np.unique(index)) != expected:
-            raise self.refuse(path, "stores a chunk twice")
-        if table[:, 2].any():
+        array.id.chunk_iter(look)
+        if len(extents) != expected:
+            more = "or more " if len(extents) > expected else ""
+            raise self.refuse(path, f"stores {len(extents)} {more}of its {expected} chunks")
+        if skipped:
             raise self.refuse(path, "has chunks that skip a filter (filter_mask)")
-        self._sizes(path, table[:, 1], size, filters)
-        self._keep(path, table[:, :2])
+        if not self._fill(places, shape, chunk, expected):
+            raise self.refuse(path, "stores a chunk twice or outside its shape")
+        self._sizes(path, {stored for _, stored in extents}, size, filters)
+        self._keep(path, extents)
 
-    def _sizes(self, path: bytes, stored: np.ndarray, size: int, filters: tuple[int, ...]) -> None:
+    @staticmethod
+    def _fill(places: list[tuple[int, ...]], shape: tuple[int, ...], chunk: tuple[int, ...], expected: int) -> bool:
+        """Whether the chunks' places are the grid of the shape, each once."""
+        if expected == 1:
+            return not any(places[0])
+        at = np.array(places, np.int64)
+        return len(set(places)) == expected and not (at % chunk).any() and bool((at < shape).all())
+
+    def _sizes(self, path: bytes, found: set[int], size: int, filters: tuple[int, ...]) -> None:
+        """A chunk is stored in exactly its bytes, or compressed in what deflate can make of them."""
         checksum = 4 if FLETCHER32 in filters else 0
-        if DEFLATE not in filters:
-            wrong = stored != size + checksum
-        else:
-            payload = stored - checksum
-            wrong = (payload * _DEFLATE_RATIO < size) | (payload > size + size // 1000 + 64)
-        if wrong.any():
-            got = int(stored[wrong][0])
-            raise self.refuse(path, f"has a chunk of {got} stored bytes, which can't be its {size} bytes")
+        low, high = size, size
+        if DEFLATE in filters:
+            low, high = -(-size // _DEFLATE_RATIO), size + size // 1000 + 64
+        for stored in found:
+            if not low <= stored - checksum <= high:
+                raise self.refuse(path, f"has a chunk of {stored} stored bytes, which can't be its {size} bytes")
 
-    def _keep(self, path: bytes, extents: np.ndarray) -> None:
-        start, length = extents[:, 0], extents[:, 1]
-        if (start < 48).any() or (length < 0).any() or (start > self.size - length).any():
+    def _keep(self, path: bytes, extents: list[tuple[int, int]]) -> None:
+        if any(start < _FIRST_BYTE or start + length > self.size for start, length in extents):
             raise self.refuse(path, "has data outside the file")
-        self.extents.append(extents)
+        self.extents += extents
 
     def _no_overlap(self) -> None:
-        if not self.extents:
-            return
-        extents = np.concatenate(self.extents)
-        extents = extents[extents[:, 0].argsort()]
-        if (extents[1:, 0] < extents[:-1].sum(1)).any():
-            raise self.refuse(b"/", "has chunks that overlap")
+        self.extents.sort()
+        for (start, length), (after, _) in itertools.pairwise(self.extents):
+            if start + length > after:
+                raise self.refuse(b"/", "has chunks that overlap")
 
 
-def _is_number(kind: h5t.TypeID) -> bool:
+def _number(kind: h5t.TypeID) -> str:
+    """`u2`, `f8` ... of a plain little-endian number; empty for every other type."""
     family, size = kind.get_class(), kind.get_size()
-    if family == h5t.INTEGER:
-        wanted = _INTEGERS.get((size, kind.get_sign() == h5t.SGN_2))
-    else:
-        wanted = _FLOATS.get(size) if family == h5t.FLOAT else None
-    return wanted is not None and bool(kind.equal(wanted))
+    letter = {h5t.INTEGER: "i" if family == h5t.INTEGER and kind.get_sign() == h5t.SGN_2 else "u", h5t.FLOAT: "f"}
+    name = f"{letter.get(family, '')}{size}"
+    return name if name in _NUMBERS and kind.equal(_NUMBERS[name]) else ""

@@ -98,6 +98,11 @@ class InstrumentedModel(ABC):
             )
         return names
 
+    def missing_widths(self) -> dict[str, tuple[int, ...]]:
+        """Shape of one token's value of sites that this model doesn't have."""
+        sites = [site for site in self.config.missing if site in SITES and "key" not in SITES[site].axes]
+        return {site: self.config.width(site) for site in sites}
+
     def absent_steps(self) -> dict[str, dict[int, str]]:
         """Site -> steps that lack it, with the reason."""
         some = {

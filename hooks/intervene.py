@@ -1,7 +1,7 @@
 """Interventions: run a model with some of its sites changed, at chosen layers, visits, heads, experts and tokens.
 
     with intervene(model, take("V", visit=2), zero("PV", layer=3, visit=2, head=1)):
-        logits = model(tokens, segments)
+        logits = model(tokens, segments)      # or model.run_steps(x, segments, start=...)
 
 **Order.** Execution order first: a step sees whatever earlier steps and earlier sites of its own step have become. At one
 site of one step, in the order given, each on the result of the one before; a nested `intervene` comes after the outer
@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
-from visitlens.hooks.interventions.forward import At, Forward
+from visitlens.hooks.interventions.forward import At, Forward, SiteValues
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
     SiteMeans,
@@ -72,36 +72,51 @@ do = sys.modules[__name__]
 
 
 @contextmanager
-def intervene(model: LoopedMoE, *interventions: Intervention | Iterable[Intervention]) -> Iterator[None]:
+def intervene(
+    model: LoopedMoE,
+    *interventions: Intervention | Iterable[Intervention],
+    earlier: SiteValues | None = None,
+    must_match: bool = True,
+) -> Iterator[None]:
     """The model, intervened on; without interventions it is left as it is.
 
+    Args:
+        earlier: values of steps that don't run inside, for `take` after `run_steps(start=...)`.
+        must_match: whether an intervention that chose no token or expert in any forward is an error.
+
     Raises:
-        InputError: a place that the model doesn't have; on leaving, an intervention that matched nothing in any forward.
+        InputError: a place that the model doesn't have; on leaving, an intervention that matched nothing.
     """
     chain = flatten(interventions)
     if not chain:
         yield
         return
-    session = _Session(model, chain)
+    for intervention in chain:
+        intervention.prepare(model.plan)
+    session = _Session(model, chain, earlier)
     names = [(_hook_name(model, site, step), partial(session.change, site, step)) for site, step in session.places]
-    with model.hooks(fwd_hooks=names):
-        inherited = model.__dict__.get("forward")
-        model.forward = session.follow(model.forward)  # type: ignore[method-assign]  # put back below
-        try:
-            yield
-        finally:
-            if inherited is None:
-                del model.forward
-            else:
-                model.forward = inherited  # type: ignore[method-assign]
-    session.check_matched()
+    with model.hooks(fwd_hooks=names), ExitStack() as put_back:
+        for method, follow in (("forward", session.follow), ("run_steps", session.follow_steps)):
+            if hasattr(model, method):
+                put_back.callback(_restore, model, method, model.__dict__.get(method))
+                setattr(model, method, follow(getattr(model, method)))
+        yield
+    if must_match:
+        session.check_matched()
+
+
+def _restore(model: Any, method: str, own: Any) -> None:
+    if own is None:
+        delattr(model, method)
+    else:
+        setattr(model, method, own)
 
 
 class _Session:
     """What one `with` keeps: who acts where, and the forward that is running."""
 
-    def __init__(self, model: LoopedMoE, chain: list[Intervention]) -> None:
-        self.model, self.chain, self.plan = model, chain, model.plan
+    def __init__(self, model: LoopedMoE, chain: list[Intervention], earlier: SiteValues | None) -> None:
+        self.model, self.chain, self.plan, self.earlier = model, chain, model.plan, earlier
         self.forward: Forward | None = None
         self.muted, self.forwards = False, 0
         self.matched = [False] * len(chain)
@@ -134,13 +149,30 @@ class _Session:
                 if cache is not None:
                     raise InputError("swap needs a run without interventions, which a KV cache doesn't allow")
                 current.reference = self._reference(forward, args, kwargs)
-            self.forward, self.forwards = current, self.forwards + 1
-            try:
+            with self._running(current):
                 return forward(*args, **kwargs)
-            finally:
-                self.forward = None
 
         return followed
+
+    def follow_steps(self, run_steps: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for `run_steps`, which knows no token ids."""
+
+        def followed(x: Tensor, segments: Tensor | None = None, **kwargs: Any) -> Any:
+            if self.reference_sites:
+                raise InputError("swap needs the run without interventions: call the model, not its run_steps")
+            no_ids = torch.full(x.shape[:2], -1, device=x.device)
+            with self._running(Forward(no_ids, segments, earlier=self.earlier)):
+                return run_steps(x, segments, **kwargs)
+
+        return followed
+
+    @contextmanager
+    def _running(self, forward: Forward) -> Iterator[None]:
+        self.forward, self.forwards = forward, self.forwards + 1
+        try:
+            yield
+        finally:
+            self.forward = None
 
     def _reference(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.muted = True
@@ -156,7 +188,7 @@ class _Session:
         if self.muted:
             return None
         if self.forward is None:
-            raise InputError("call the model itself inside `intervene`: only its forward says which tokens run")
+            raise InputError("call the model or its run_steps inside `intervene`: only they say what runs")
         at, result = At(site, step, self.plan, self.forward), value
         for number in self.acting.get((site, step.index), ()):
             result, matched = self.chain[number].apply(result, at)

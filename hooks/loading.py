@@ -58,13 +58,14 @@ def load_transformers(
     except ImportError as error:
         raise UnavailableError(f"{source} is a model of transformers: pip install 'visitlens[sources]'") from error
     folder = resolve(source)
+    transformers.utils.logging.disable_progress_bar()
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         masked = type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
             getattr(config, "auto_map", None) or {}
         )
-        auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+        auto: Any = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
         model = auto.from_pretrained(folder, dtype=DTYPES[dtype], use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"{source}: transformers can't load it ({error})") from error

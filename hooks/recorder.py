@@ -23,8 +23,9 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
+from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
@@ -59,6 +60,16 @@ class TokenStatistics(Protocol):
         ...
 
 
+class RunnableModel(Protocol):
+    """What sizes and descriptions need of a model: a driver whose workers hold the weights has no more than this."""
+
+    @property
+    def plan(self) -> ExecutionPlan: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions:
     """What is kept. `activation_tokens` is a range of token ordinals; None = all. `batch` is contexts per forward:
@@ -84,7 +95,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,
@@ -110,7 +121,7 @@ def record(
         done = ledger.tokens
         if done == total:
             on_progress(total, total)
-        with _interrupt_between_contexts() as interrupted:
+        with interrupt_between_contexts() as interrupted:
             for task in ledger.tasks(tokens_per_shard(options, per_token)):
                 if interrupted:
                     break
@@ -149,17 +160,16 @@ def open_ledger(
 
 
 def describe_run(
-    model: Any,
+    model: RunnableModel,
     contexts: PackedTokens,
     statistics: TokenStatistics,
     options: RecordingOptions,
     provenance: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What every file of the run carries. `model` may be any with `config`, `plan` and `dtype` or parameters."""
-    dtype = getattr(model, "dtype", None) or next(model.parameters()).dtype
+    """What every file of the run carries."""
     config = {
         "model": model.config.to_dict(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(dtype_of(model)).removeprefix("torch."),
         "data_sha256": contexts.sha256,
         "weights_sha256": provenance.get("weights_sha256"),
         "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
@@ -183,31 +193,32 @@ def tokens_per_shard(options: RecordingOptions, per_token: int) -> int:
     return max(1, min(options.shard_tokens, MAX_SHARD_BYTES // max(per_token, 1)))
 
 
-def bytes_per_token(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> int:
+def bytes_per_token(model: RunnableModel, statistics: TokenStatistics, options: RecordingOptions) -> int:
     """What a token costs in the shards, before compression; the summary's few MB come on top."""
-    return sum(_token_bytes(model, statistics, options).values())
-
-
-def _token_bytes(model: LoopedMoE, statistics: TokenStatistics, options: RecordingOptions) -> dict[str, int]:
-    steps, config = len(model.plan), model.config
     if options.level == "summary":
-        return {}
-    parts = {"tokens": 12, "routing": steps * config.experts_per_token * 4}
-    parts["stats"] = 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
+        return 0
+    steps, config = len(model.plan), model.config
+    total = 12 + steps * config.experts_per_token * 4
+    total += 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
     widths = {
         "hidden": config.hidden_size,
         "head": config.num_heads,
         "kv_head": config.num_kv_heads,
         "d": config.head_dim,
     }
-    item = next(model.parameters()).element_size()
     for name in options.sites:
         axes = SITES[name].axes
-        width = config.width(name) if isinstance(model, InstrumentedModel) else [widths[axis] for axis in axes]
-        parts[name] = steps * item * int(np.prod(width))
+        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
+        total += steps * dtype_of(model).itemsize * int(np.prod(width))
     if options.level == "maps":
-        parts["maps"] = steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
-    return parts
+        total += steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
+    return total
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """The model's own word for it, or its first parameter's."""
+    declared = getattr(model, "dtype", None)
+    return declared if isinstance(declared, torch.dtype) else next(model.parameters()).dtype
 
 
 class ShardWriter:
@@ -219,7 +230,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,
@@ -238,7 +249,7 @@ class ShardWriter:
                 )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = dtype_of(model)
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
@@ -254,9 +265,10 @@ class ShardWriter:
         run: Mapping[str, Any],
         on_progress: Callable[[int], None] = lambda tokens: None,
         stop: Callable[[], bool] = lambda: False,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> Shard:
         """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
-        ends after the context at hand and holds those before."""
+        ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
         shard = _ShardArrays(task)
         try:
             with capture(self.model, self.sites) as captured, torch.inference_mode():
@@ -266,6 +278,7 @@ class ShardWriter:
                     on_progress(shard.tokens)
                     if stop():
                         break
+            before_commit()
             return self._commit(shard, run)
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
@@ -353,7 +366,7 @@ class _ShardArrays:
             elif name.startswith("attn/"):
                 chunks = (1, 1, *array.shape[2:])
             else:
-                chunks = (1, min(array.shape[1], 256 if vector else 4096), *array.shape[2:])
+                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
             filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
             dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
             if name in self._token_starts:
@@ -363,7 +376,7 @@ class _ShardArrays:
 
 
 @contextmanager
-def _interrupt_between_contexts() -> Iterator[list[int]]:
+def interrupt_between_contexts() -> Iterator[list[int]]:
     """Ctrl-C fills the list instead of raising: the current context ends first, so that a shard holds whole contexts.
     A second Ctrl-C raises at once. Only the main thread gets signals; elsewhere this does nothing."""
     pressed: list[int] = []

@@ -155,6 +155,23 @@ class Recording:
             raise InputError(f"{self.path}: no analysis {name!r}; it has {', '.join(self.analyses) or 'none'}")
         return read_json(self.path / schema.ANALYSES / name)
 
+    def contents(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """What is inside, from the first shard: dataset -> kind of number, shape there, stored bytes over all shards
+        (in proportion to tokens). Sums are left out."""
+        if not self.shards:
+            return {}
+        first = self.shards[0]
+
+        def look(gated: Gated, shard: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...], int]]:
+            part = self.tokens / max(shard["token_count"], 1)
+            return {
+                name: (array.kind, array.shape, round(array.id.get_storage_size() * part))
+                for name, array in gated.arrays.items()
+                if not name.startswith(("summary/", "axes/"))
+            }
+
+        return self._files.use(self, first, look)
+
     def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
         """`id`, `segment`, `pos`, each [token]."""
         self._needs("tokens")
@@ -237,13 +254,13 @@ class Recording:
                 def read(gated: Gated, shard: dict[str, Any]) -> np.ndarray | None:
                     if name not in gated:
                         return None
-                    dataset = gated.dataset(name)
-                    origin = int(dataset.attrs.get("token_start", shard["token_start"]))
-                    low, high = max(start - origin, 0), min(stop - origin, dataset.shape[len(leading)])
+                    about = gated.attributes(name)
+                    origin = int(about.get("token_start", shard["token_start"]))
+                    low, high = max(start - origin, 0), min(stop - origin, gated.array(name).shape[len(leading)])
                     if low >= high:
                         return None
                     part = gated.read(name, (*leading, slice(low, high), *rest))
-                    if dataset.attrs.get("logical_dtype", b"") in (b"bfloat16", "bfloat16"):
+                    if about.get("logical_dtype") == "bfloat16":
                         part = (part.astype(np.uint32) << 16).view(np.float32)
                     return part
 

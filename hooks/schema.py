@@ -24,6 +24,7 @@ from visitlens.hooks.untrusted import parse_json
 from visitlens.kernels.errors import RecordingError
 
 if TYPE_CHECKING:
+    from visitlens.hooks.chunks import StoredArray
     from visitlens.hooks.gate import Gated
 
 FORMAT = "visitlens-recording"
@@ -153,7 +154,9 @@ def read_header(file: h5py.File, where: str) -> dict[str, Any]:
     """
     try:
         kind, version, text = (get_text(file.attrs, name) for name in ("format", "schema_version", "run"))
-    except (KeyError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise RecordingError(f"{where}: the run's description isn't text ({error})") from error
+    except KeyError as error:
         raise RecordingError(f"{where}: an HDF5 file, but not of a visitlens recording ({error})") from error
     check_version(kind, version, where)
     return check_run(parse_json(text.encode(), where), where)
@@ -195,8 +198,8 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
     return run
 
 
-def check_layouts(file: h5py.File, arrays: Mapping[str, tuple[tuple[int, ...], str]], where: str) -> None:
-    """Raises RecordingError where an array (name -> shape, kind) has another type, rank or length than its layout and the
+def check_layouts(file: h5py.File, arrays: Mapping[str, StoredArray], where: str) -> None:
+    """Raises RecordingError where an array has another type, rank or length than its layout and the
     file's counts say. Arrays of other names (a newer minor version may have some) are left alone: nothing reads them.
     """
     run = read_header(file, where)
@@ -207,7 +210,8 @@ def check_layouts(file: h5py.File, arrays: Mapping[str, tuple[tuple[int, ...], s
     if numbers["complete"] != 1:
         raise RecordingError(f"{where}: a shard that was never completed")
     sizes = {"step": len(run["layers"]), "token": numbers["token_count"], "context": numbers["context_count"]}
-    for name, (shape, kind) in arrays.items():
+    for name, array in arrays.items():
+        shape, kind = array.shape, array.kind
         layout = _BY_NAME.get("stats/MEASURE" if name.startswith("stats/") else name)
         if layout is None:
             continue
@@ -256,22 +260,20 @@ def read_totals(gated: Gated) -> dict[str, GroupTotals]:
     Raises:
         RecordingError: there are none, or one's arrays don't fit each other.
     """
-    summary, result = gated.file.get("summary"), {}
-    if not isinstance(summary, h5py.Group):
+    names = {name.split("/")[1]: None for name in gated.arrays if name.startswith("summary/")}  # in order, once
+    if not names:
         raise RecordingError(f"{gated.where}: holds no /summary")
-    for name, group in summary.items():
-        try:
-            attributes = {key: get_text(group.attrs, key) for key in group.attrs}
-        except UnicodeDecodeError as error:
-            raise RecordingError(f"{gated.where}: {name}: a definition that isn't text") from error
-        arrays = {key: gated.dataset(f"summary/{name}/{key}") for key in TOTALS}
-        shapes, kinds = [a.shape for a in arrays.values()], [a.dtype.str[1:] for a in arrays.values()]
-        axes = sum(1 for axis in attributes.get("axes", "").split(",") if axis)
-        if shapes[0] != shapes[1] or len(shapes[0]) != axes + 1 or {shapes[0][1:]} != {*shapes[2:]} or kinds != KINDS:
-            raise RecordingError(f"{gated.where}: summary/{name}: arrays {shapes} of {kinds} don't fit its {axes} axes")
+    result = {}
+    for name in names:
+        attributes = {key: str(value) for key, value in gated.attributes(f"summary/{name}").items()}
         if not {"title", "axes", "unit", "definition", "paper"} <= attributes.keys():
             raise RecordingError(f"{gated.where}: summary/{name}: lacks its definition")
-        result[name] = GroupTotals(attributes, *(gated.read(f"summary/{name}/{key}") for key in TOTALS))
+        arrays = [gated.array(f"summary/{name}/{key}") for key in TOTALS]
+        shapes, kinds = [array.shape for array in arrays], [array.kind for array in arrays]
+        axes = sum(1 for axis in attributes["axes"].split(",") if axis)
+        if shapes[0] != shapes[1] or len(shapes[0]) != axes + 1 or {shapes[0][1:]} != {*shapes[2:]} or kinds != KINDS:
+            raise RecordingError(f"{gated.where}: summary/{name}: arrays {shapes} of {kinds} don't fit its {axes} axes")
+        result[name] = GroupTotals(attributes, *(gated.read(array.name) for array in arrays))
     return result
 
 

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,13 @@ def commit(path: Path, data: bytes | memoryview) -> str:
     """
     check_room(path.parent, len(data))
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts at a shard never share a file
+    with ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(lambda: hashlib.sha256(data).hexdigest())  # while the disk is at work
+        _write_aside(path, partial, data)
+        return digest.result()
+
+
+def _write_aside(path: Path, partial: Path, data: bytes | memoryview) -> None:
     try:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, not a path)
@@ -42,7 +50,6 @@ def commit(path: Path, data: bytes | memoryview) -> str:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise storage_error(error, path) from error
-    return hashlib.sha256(data).hexdigest()
 
 
 def commit_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ _PANEL_ROWS = 64
 _ALIGNED = 16  # keys of a tile are rounded up to this, for the vector units
 _SHORT = 32  # segments of up to this many tokens are computed many at a time
 _TILE = 2**21  # elements of one buffer, unless 16 rows need more: larger ones leave the outer cache
+_FOLDED = 768  # keys from which on a row's 8th largest score is first guessed from a quarter of them
 _LOG2_E = math.log2(math.e)
 _HIDDEN = -1e30  # joins the score of a key that a query doesn't see, where all scores are known to be small against it
 
@@ -203,10 +204,11 @@ class _Tile:
     def row_values(self) -> Tensor:
         """Log-sum-exp, sink mass, first-4 mass, entropy, masses of the sets: [4 + sets, visit, document, head, row].
 
-        Fills the weights. The row's largest score is taken off before anything is summed, and exponents are base 2:
+        Finds the top key and fills the weights. The row's largest score is taken off before anything is summed, and exponents are base 2:
         exp2 takes half the time of exp.
         """
-        peak, sinks = self.scores.amax(-1, keepdim=True), self.scoring.rule.sinks
+        self.top = _row_argmax(self.scores)
+        peak, sinks = self.scores.gather(-1, self.top.unsqueeze(-1)), self.scoring.rule.sinks
         if sinks is not None:
             sinks = sinks.view(-1, 1, 1)
             peak = peak.maximum(sinks)
@@ -250,20 +252,20 @@ class _Tile:
         return tokens.where(places >= 0, -1).movedim(-1, 0)
 
     def find_tops(self) -> None:
-        """Finds the top key, and turns the scores into 1 where a key is among the row's top 8, 0 elsewhere.
+        """Turns the scores into 1 where a key is among the row's top 8, 0 elsewhere.
 
         Rows that see up to 8 keys get anything: their answer is known.
         """
-        self.top = _row_argmax(self.scores)
         if min(self.scores.shape[-1], self.scoring.rule.window or TOP + 1) <= TOP:
             self.scores.zero_()
             return
-        eighth, tied = _eighth(self.scores, self.spare)
-        tied[..., : max(0, TOP - self.panel.distance)] = False  # rows that see up to 8 keys
-        chosen = _first_eight(self.scores[tied], eighth[tied]) if tied.any() else None
-        self.scores.ge_(eighth)
-        if chosen is not None:
-            self.scores[tied] = chosen
+        scores, chosen = self.scores, self.spare
+        torch.ge(scores, _almost_eighth(scores), out=chosen)
+        unclear = chosen.sum(-1) != TOP
+        unclear[..., : max(0, TOP - self.panel.distance)] = False  # rows that see up to 8 keys
+        if unclear.any():
+            chosen[unclear] = _first_eight(scores[unclear])
+        self.scores, self.spare = chosen, scores
 
     def overlap_values(self, first: tuple, second: tuple) -> Tensor:
         """Top-1 match, top-8 shared and mass overlap of two equally shaped parts: [3, ..., document, head, row]."""
@@ -275,11 +277,26 @@ class _Tile:
         return torch.stack([match.to(mass.dtype), shared, mass])
 
 
-def _first_eight(scores: Tensor, eighth: Tensor) -> Tensor:
-    """1 at the top 8 of rows in which more keys reach the 8th largest score: the first of those complete the 8."""
-    above, level = scores > eighth, scores == eighth
-    room = TOP - above.sum(-1, keepdim=True)
-    return (above | (level & (level.cumsum(-1) <= room))).to(scores.dtype)
+def _first_eight(scores: Tensor) -> Tensor:
+    """1 at the top 8 of each row, 0 elsewhere: of keys that tie for the last places, the first ones get them."""
+    eighth = _eighth(scores.clone())
+    chosen = scores >= eighth
+    tied = chosen.sum(-1) > TOP
+    if tied.any():
+        above, level = scores[tied] > eighth[tied], scores[tied] == eighth[tied]
+        room = TOP - above.sum(-1, keepdim=True)
+        chosen[tied] = above | (level & (level.cumsum(-1) <= room))
+    return chosen.to(scores.dtype)
+
+
+def _almost_eighth(scores: Tensor) -> Tensor:
+    """The 8th largest of each row [..., 1], or a little less: then more keys reach it.
+
+    In a long row, of every 4 keys, far apart from each other, only the largest is looked at.
+    """
+    if scores.shape[-1] < _FOLDED:
+        return _eighth(scores.clone())
+    return _eighth(scores.unflatten(-1, (4, -1)).amax(-2))
 
 
 # NumPy's reductions of a row are several times faster than torch's on the CPU, and its partition than topk.
@@ -296,12 +313,10 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
         return torch.from_numpy(np.vecdot(a.numpy(), b.numpy()))
 
 
-def _eighth(scores: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """8th largest of each row [..., 1], and whether the 9th equals it [...]. Overwrites `spare`."""
+def _eighth(scores: Tensor) -> Tensor:
+    """8th largest of each row [..., 1]. Reorders the scores."""
     if scores.device.type != "cpu":
-        largest = scores.topk(TOP + 1, dim=-1).values
-        return largest[..., TOP - 1 : TOP], largest[..., TOP - 1] == largest[..., TOP]
+        return scores.topk(TOP, dim=-1).values[..., -1:]
     at = scores.shape[-1] - TOP
-    spare.copy_(scores).numpy().partition(at, axis=-1)
-    eighth = spare[..., at : at + 1].clone()
-    return eighth, spare[..., :at].amax(-1) == eighth.squeeze(-1)
+    scores.numpy().partition(at, axis=-1)
+    return scores[..., at : at + 1].clone()

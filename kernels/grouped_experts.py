@@ -28,7 +28,8 @@ def grouped_experts(
     """Output [token, H] of the chosen experts. `implementation` forces one; "auto" picks by shape and dtype.
 
     Raises:
-        InputError: an unknown implementation, or a forced `grouped` that these strides or dtype rule out.
+        InputError: an unknown implementation, a forced `grouped` that these strides or dtype rule out, an expert that
+            there isn't.
     """
     chosen = _choose(x, experts, w_in, w_out) if implementation == "auto" else implementation
     if chosen == "dense":
@@ -58,7 +59,7 @@ def _grouped_fits(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    # Rows past the last offset would get garbage gradients: here the last offset is always the row count.
+    # The last offset is the row count: `_sorted` has checked it.
     return grouped_mm(rows, weight, offs=counts.cumsum(0).to(torch.int32))
 
 
@@ -72,6 +73,8 @@ def _sorted(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tens
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat, minlength=w_in.shape[0])
+    if len(counts) != w_in.shape[0]:  # rows past the last offset would get garbage for a gradient, silently
+        raise InputError(f"expected experts in 0..{w_in.shape[0] - 1}, got {len(counts) - 1}")
     gate, up = mm(x[order // k], w_in, counts).chunk(2, dim=-1)
     inner = silu(gate) * up * gates.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
     out = mm(inner, w_out, counts)

@@ -9,6 +9,8 @@ from visitlens.kernels.errors import InputError
 
 ASSETS = Path(visitlens.__file__).resolve().parent / "assets"
 SAMPLE = ASSETS / "sample" / "heldout.jsonl.xz"
+LADDER = ASSETS / "ladder"
+"""A folder with `grid.json`: one row and one column of the mini grid."""
 PAIR = {"looped": ASSETS / "models" / "smelt", "baseline": ASSETS / "models" / "baseline"}
 
 

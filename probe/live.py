@@ -25,13 +25,12 @@ from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
 from visitlens.kernels.errors import InputError, MemoryLimitError
-from visitlens.kernels.segments import Segments
 from visitlens.probe.live_ablation import KINDS, HeadAblation, HeadScan, check_target, divergence, visit_choices
 from visitlens.probe.live_prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
 from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
 
 if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import Block, LoopedMoE
+    from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.live_run import Lens
 
 OnProgress = Callable[[int, int], None]
@@ -115,7 +114,7 @@ class LiveModel:
             lens = self._read(states, range(steps), states[-1], chunk, top, progress)
             carried = []
             for index in through:
-                carried.append(self._through(states[index], coda, 1))
+                carried.append(self.model.run_steps(states[index].unsqueeze(0), start=coda[0].index)[0])
                 progress.advance()
             final = states[-1]
             through_coda = self._read(carried, through, final, chunk, top, progress) if coda else None
@@ -195,15 +194,15 @@ class LiveModel:
             with capture(self.model, ("resid",)) as captured, self._watched(progress):
                 self.model(batch, return_type="none")
             for row, ((layer, visits), start) in enumerate(zip(places, starts, strict=True)):
-                state = captured.at("resid", start)[0]
+                state = captured.at("resid", start)
                 steps = [self.plan.step(layer, visit) for visit in visits]
                 for heads in groups:
                     with self._silenced(run, steps, heads, kind), self._watched(progress):
-                        x = self._through(state.repeat(len(heads), 1), self.plan.steps[start:], len(heads))
-                    last = x.unflatten(0, (len(heads), -1))[:, position]
-                    after[row, heads.start : heads.stop] = log_softmax(_numpy(self._unembed(last)))
+                        x = self.model.run_steps(state.expand(len(heads), -1, -1), start=start)
+                    last = x[:, position]
+                    after[row, heads.start : heads.stop] = log_softmax(_numpy(self.model.logits(last)))
         kl = np.array([[divergence(before, head) for head in heads] for heads in after])
-        return HeadScan(position, target, kind, places, after[:, :, target] - before[target], kl)
+        return HeadScan(run, position, target, kind, places, after[:, :, target] - before[target], kl)
 
     def __repr__(self) -> str:
         loop = f"layers {self.plan.looped_layers}" if self.plan.looped_layers else "no layer looped"
@@ -266,20 +265,6 @@ class LiveModel:
         looped = [step.index for step in self.plan.steps if step.layer in self.plan.looped_layers]
         return list(self.plan.steps[looped[-1] + 1 :]) if looped else []
 
-    def _through(self, x: Tensor, steps: Sequence[Step], contexts: int) -> Tensor:
-        """Residual stream [context * token, hidden] after these steps."""
-        length = len(x) // contexts
-        segments = Segments.whole_contexts(contexts, length)
-        positions = torch.arange(length, device=x.device).repeat(contexts)
-        rotary = (self.model.rotary_cos[positions].unsqueeze(1), self.model.rotary_sin[positions].unsqueeze(1))
-        for step in steps:
-            x = cast("Block", self.model.blocks[step.layer])(x, step, segments, rotary, contexts, None, None)
-        return x
-
-    def _unembed(self, x: Tensor) -> Tensor:
-        weights = self.model.embed.W_E.T if self.config.tie_embeddings else self.model.unembed.W_U
-        return self.model.ln_final(x) @ weights
-
     def _read(
         self, states: Sequence[Tensor], at: Sequence[int], final: Tensor, chunk: int, top: int, progress: _Progress
     ) -> Lens:
@@ -287,10 +272,10 @@ class LiveModel:
         lens = empty_lens(len(self.plan), len(final), min(top, self.config.vocab_size))
         for start in range(0, len(final), chunk):
             tokens = slice(start, start + chunk)
-            end = self._unembed(final[tokens]).float().log_softmax(-1)
+            end = self.model.logits(final[tokens]).float().log_softmax(-1)
             probable, answer = end.exp(), end.argmax(-1, keepdim=True)
             for step, state in zip(at, states, strict=True):
-                here = self._unembed(state[tokens]).float().log_softmax(-1)
+                here = self.model.logits(state[tokens]).float().log_softmax(-1)
                 probability = here.exp()
                 best = probability.topk(lens.tokens.shape[-1], dim=-1)
                 lens.tokens[step, tokens] = best.indices.cpu().numpy()

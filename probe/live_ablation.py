@@ -81,6 +81,7 @@ class HeadScan:
     `change`: of the target's log-probability after `position`, nats; `kl`: KL(before || after) there, nats.
     """
 
+    run: LiveRun = field(repr=False)
     position: int
     target: int
     kind: str
@@ -90,7 +91,7 @@ class HeadScan:
 
     @property
     def nbytes(self) -> int:
-        return self.change.nbytes + self.kl.nbytes
+        return self.change.nbytes + self.kl.nbytes + self.run.nbytes
 
     def ranked(self) -> list[tuple[int, int, tuple[int, ...], float, float]]:
         """(layer, head, visits, change, KL), what hurts the target most first."""

@@ -9,19 +9,22 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 from plotly.colors import sample_colorscale
-from plotly.subplots import make_subplots
 
 from visitlens.hooks.loop_plan import Step
 from visitlens.kernels.errors import InputError
-from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, title_block
+from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, title_block
 from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape, token_text
 from visitlens.probe.live_ablation import HeadScan
 from visitlens.probe.live_run import LiveRun
 
-_HEAD = 92
-_MOST_LABELS = 56
+_HEAD, _FOOT = 92, 54
+"""Margins above and below a plot, in pixels: title and subtitle; tick labels and the axis' title."""
+_SLANTED = 40
+"""More room below for tick labels that stand upright."""
+_MOST_TICKS = 56
 _MOST_WRITTEN = 28
 """Columns up to which each cell's value is written in it."""
+_GAP = 0.02
 
 
 def attention_maps(
@@ -44,52 +47,60 @@ def attention_maps(
     steps = (pair.earlier, pair.later) if pair else (run.plan.step(layer, 1),)
     maps = [run.pattern(layer, step.visit, head) for step in steps]
     names = [f"visit {step.visit}" for step in steps]
-    top = max(float(weights.max()) for weights in maps)
-    reach = 1.0
+    top, share = max(float(weights.max()) for weights in maps), 0.47 if pair else 1.0
+    layout: dict[str, Any] = {
+        "coloraxis": _colours(spread(SEQUENTIAL), 0.0, top, "weight", 1 - share / 2, share),
+        "annotations": [],
+        "shapes": [],
+    }
     if pair:
         maps.append(maps[1] - maps[0])
         names.append(f"visit {pair.later.visit} − visit {pair.earlier.visit}")
         reach = float(np.abs(maps[2]).max()) or 1.0
-    figure = make_subplots(rows=1, cols=len(maps), shared_yaxes=True, subplot_titles=names, horizontal_spacing=0.02)
-    labels, unseen = run.labels, np.triu_indices(len(run), 1)
+        layout["coloraxis2"] = _colours(spread(DIVERGING, True), -reach, reach, "difference", share / 2, share)
+    labels, unseen, marks = run.labels, np.triu_indices(len(run), 1), tuple(marks)
+    foot = len(run) - 0.5
+    strip = max(1.0, len(run) / 60) if marks else 0.0  # room for the marks, below the last row
+    width = (1 - _GAP * (len(maps) - 1)) / len(maps)
+    traces = []
     for at, (name, weights) in enumerate(zip(names, maps, strict=True)):
         values = weights.astype(np.float32)
         values[unseen] = np.nan
-        figure.add_trace(
-            go.Heatmap(
-                z=values,
-                x=labels,
-                y=labels,
-                name=name,
-                coloraxis="coloraxis2" if at == 2 else "coloraxis",
-                hovertemplate=f"{name}: %{{z:.4f}}<br>query %{{y}}<br>key %{{x}}<extra></extra>",
-                hoverongaps=False,
-            ),
-            row=1,
-            col=at + 1,
+        number, left = "" if at == 0 else str(at + 1), at * (width + _GAP)
+        axes = {"xaxis": f"x{number}", "yaxis": f"y{number}"}
+        traces.append(
+            {
+                "type": "heatmap",
+                "z": values,
+                "x": labels,
+                "y": labels,
+                "name": name,
+                "coloraxis": "coloraxis2" if at == 2 else "coloraxis",
+                "hovertemplate": f"{name}: %{{z:.4f}}<br>query %{{y}}<br>key %{{x}}<extra></extra>",
+                "hoverongaps": False,
+                **axes,
+            }
         )
-    cell_axes(figure, labels, labels, _MOST_LABELS // 2)
-    strip = max(1.0, len(run) / 60) if (marks := tuple(marks)) else 0.0  # room for the marks, below the last row
-    figure.update_xaxes(title_text="key", tickangle=-90, tickfont_size=10, range=[-0.5, len(run) - 0.5])
-    figure.update_yaxes(tickfont_size=10, autorange=False, range=[len(run) - 0.5 + strip, -0.5])
-    figure.update_yaxes(title_text="query", col=1)
-    for col in range(2, len(maps) + 1):
-        figure.update_yaxes(ticks="", row=1, col=col)
-    for start, stop in marks:
-        foot = len(run) - 0.5
-        box = {"x0": start - 0.5, "x1": stop - 0.5, "y0": foot, "y1": foot + strip}
-        figure.add_shape(type="rect", fillcolor=ORANGE, line_width=0, row="all", col="all", **box)
-    if query is not None:
-        box = {"x0": -0.5, "x1": query + 0.5, "y0": query - 0.5, "y1": query + 0.5}
-        figure.add_shape(type="rect", line={"color": ORANGE, "width": 1.5}, row="all", col="all", **box)
-    share = 0.47 if pair else 1.0
-    figure.update_layout(coloraxis=_colours(spread(SEQUENTIAL), 0.0, top, "weight", 1 - share / 2, share))
-    if pair:
-        figure.update_layout(
-            coloraxis2=_colours(spread(DIVERGING, True), -reach, reach, "difference", share / 2, share)
-        )
-    width = 1280 if pair else 640
-    return _framed(figure, theme, f"Layer {layer}, head {head}", _about(run), width, _HEAD + 520, named=True)
+        layout[f"xaxis{number}"] = _cells(labels, "key", _MOST_TICKS // 2, slant=True) | {
+            "domain": [left, left + width],
+            "anchor": axes["yaxis"],
+            "range": [-0.5, foot],
+            "matches": "x" if at else None,
+        }
+        layout[f"yaxis{number}"] = _cells(labels, "" if at else "query", _MOST_TICKS // 2) | {
+            "anchor": axes["xaxis"],
+            "range": [foot + strip, -0.5],
+            "matches": "y" if at else None,
+            "showticklabels": not at,
+            "ticks": "" if at else "outside",
+        }
+        layout["annotations"].append(_above(name, left + width / 2))
+        boxes = [(start - 0.5, stop - 0.5, foot, foot + strip, True) for start, stop in marks]
+        if query is not None:
+            boxes.append((-0.5, query + 0.5, query - 0.5, query + 0.5, False))
+        layout["shapes"] += [_box(*box) | {"xref": axes["xaxis"], "yref": axes["yaxis"]} for box in boxes]
+    size = (1280 if pair else 640, _HEAD + 480 + _FOOT + _SLANTED)
+    return _figure(traces, layout, theme, f"Layer {layer}, head {head}", _about(run), *size, named=True, slanted=True)
 
 
 def head_grid(run: LiveRun, visits: tuple[int, int] | None, theme: Theme) -> go.Figure:
@@ -101,13 +112,11 @@ def head_grid(run: LiveRun, visits: tuple[int, int] | None, theme: Theme) -> go.
     layers, overlap = run.head_overlap(visits)
     if not layers:
         raise InputError(f"{run.model['name']} runs every layer once: there are no visits to compare")
-    heads = list(map(str, range(run.heads)))
-    figure = _grid(overlap, heads, list(map(str, layers)), "layer %{y}, head %{x}: %{z:.3f}", "{:.2f}".format)
-    figure.update_layout(coloraxis=_colours(SEQUENTIAL, 0.0, 1.0, "mass overlap"))
-    figure.update_xaxes(title_text="head")
-    figure.update_yaxes(title_text=LAYER_AXIS)
-    height = _HEAD + 110 + 34 * len(layers)
-    return _framed(figure, theme, "Attention mass shared by the visits", _about(run), 560, height)
+    rows = list(map(str, layers))
+    layout = {"coloraxis": _colours(SEQUENTIAL, 0.0, 1.0, "mass overlap")}
+    trace = _grid(overlap, rows, "layer %{y}, head %{x}: %{z:.3f}", "{:.2f}".format, layout, "head", LAYER_AXIS)
+    height = _HEAD + _FOOT + max(120, 34 * len(layers))
+    return _figure([trace], layout, theme, "Attention mass shared by the visits", _about(run), 560, height)
 
 
 def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | None = None) -> go.Figure:
@@ -122,80 +131,85 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
     steps = [step for step in run.plan.steps if not np.isnan(lens.kl[step.index]).all()]
     at = [step.index for step in steps]
     words = [[token_text(run.text_of(token)) for token in lens.tokens[index, :, 0]] for index in at]
-    hovered = np.stack([np.array(words, dtype=object), lens.probability[at, :, 0], lens.entropy[at]], axis=-1)
-    figure = go.Figure(
-        go.Heatmap(
-            z=lens.kl[at],
-            x=run.labels,
-            y=step_labels(steps),
-            coloraxis="coloraxis",
-            customdata=hovered,
-            text=words,
-            texttemplate="%{text}" if len(run) <= _MOST_WRITTEN else None,
-            textfont_size=11,
-            hovertemplate="%{y} after %{x}: KL %{z:.3f} nats<br>most likely %{customdata[0]} at %{customdata[1]:.3f}, "
-            "entropy %{customdata[2]:.2f} nats<extra></extra>",
-        )
-    )
-    cell_axes(figure, run.labels, step_labels(steps), _MOST_LABELS)
-    figure.update_xaxes(title_text="after token", tickangle=-90, tickfont_size=10)
-    figure.update_yaxes(title_text=STEP_AXIS)
+    hovered = [
+        [f"{word} at {p:.3f}, entropy {h:.2f} nats" for word, p, h in zip(*row, strict=True)]
+        for row in zip(words, lens.probability[at, :, 0].tolist(), lens.entropy[at].tolist(), strict=True)
+    ]
+    trace = {
+        "type": "heatmap",
+        "z": lens.kl[at],
+        "x": run.labels,
+        "y": step_labels(steps),
+        "coloraxis": "coloraxis",
+        "customdata": hovered,
+        "hovertemplate": "%{y} after %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
+    }
+    if len(run) <= _MOST_WRITTEN:
+        trace |= {"text": words, "texttemplate": "%{text}", "textfont": {"size": 11}}
+    layout: dict[str, Any] = {
+        "xaxis": _cells(run.labels, "after token", _MOST_TICKS, slant=True),
+        "yaxis": _cells(step_labels(steps), STEP_AXIS, _MOST_TICKS) | {"autorange": "reversed"},
+        "coloraxis": _colours("Cividis", 0.0, float(np.nanmax(lens.kl)), "KL, nats") | {"reversescale": True},
+    }
     if query is not None:
-        box = {"x0": query - 0.5, "x1": query + 0.5, "y0": -0.5, "y1": len(steps) - 0.5}
-        figure.add_shape(type="rect", line={"color": ORANGE, "width": 1.5}, **box)
-    figure.update_layout(coloraxis=_colours("Cividis", 0.0, float(np.nanmax(lens.kl)), "KL, nats", reverse=True))
+        layout["shapes"] = [_box(query - 0.5, query + 0.5, -0.5, len(steps) - 0.5, False)]
+    height = _HEAD + _FOOT + _SLANTED + 22 * len(steps)
     title = "What each step would say, through the layers after the loop" if coda else "What each step would say"
-    return _framed(figure, theme, title, _about(run), 1280, _HEAD + 140 + 22 * len(steps))
+    return _figure([trace], layout, theme, title, _about(run), 1280, height, slanted=True)
 
 
 def norm_lines(run: LiveRun, position: int, theme: Theme) -> go.Figure:
     """What each step writes at one token: attention, MoE and both together, in RMS; dotted lines where the loop turns."""
     at, labels = run.at(position), step_labels(run.plan.steps)
-    figure = go.Figure()
     written = {"attention write": run.attn_write_rms, "MoE write": run.moe_write_rms, "update": run.update_rms}
     looks = (theme.visit(1), theme.visit(2), Style(theme.muted, "circle", "dot"))
-    for (name, values), look in zip(written.items(), looks, strict=True):
-        figure.add_scatter(
-            x=labels,
-            y=values[:, at].tolist(),
-            name=name,
-            mode="lines+markers",
-            line={"color": look.colour, "dash": look.dash, "width": 1.6},
-            marker={"symbol": look.symbol, "size": 7, "color": look.colour},
-            hovertemplate="%{x}: %{y:.4f}",
-        )
-    for before, step in pairwise(run.plan.steps):
-        if step.visit != before.visit and step.layer in run.plan.looped_layers:
-            figure.add_vline(x=step.index - 0.5, line={"color": theme.muted, "width": 1, "dash": "dot"})
-    figure.update_xaxes(title_text=STEP_AXIS, type="category")
-    figure.update_yaxes(title_text="RMS", rangemode="tozero")
-    figure.update_layout(legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"})
-    title = f"What each step writes at token {run.labels[at]}"
-    return _framed(figure, theme, title, _about(run), 560, _HEAD + 270, named=True)
+    traces = [
+        {
+            "type": "scatter",
+            "x": labels,
+            "y": values[:, at].tolist(),
+            "name": name,
+            "mode": "lines+markers",
+            "line": {"color": look.colour, "dash": look.dash, "width": 1.6},
+            "marker": {"symbol": look.symbol, "size": 7, "color": look.colour},
+            "hovertemplate": "%{x}: %{y:.4f}",
+        }
+        for (name, values), look in zip(written.items(), looks, strict=True)
+    ]
+    turns = [
+        {"type": "line", "x0": step.index - 0.5, "x1": step.index - 0.5, "yref": "paper", "y0": 0, "y1": 1}
+        | {"line": {"color": theme.muted, "width": 1, "dash": "dot"}}
+        for before, step in pairwise(run.plan.steps)
+        if step.visit > before.visit
+    ]
+    layout = {
+        "xaxis": {"title": {"text": STEP_AXIS}, "type": "category"},
+        "yaxis": {"title": {"text": "RMS"}, "rangemode": "tozero"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        "shapes": turns,
+    }
+    title = f"What each step writes at token {run.texts[at]}"
+    return _figure(traces, layout, theme, title, _about(run), 560, _HEAD + 250 + _FOOT, named=True)
 
 
-def scan_map(scan: HeadScan, run: LiveRun, theme: Theme) -> go.Figure:
+def scan_map(scan: HeadScan, theme: Theme) -> go.Figure:
     """Layer and visit x head: change of the target's log-probability when the head is silenced there."""
+    run = scan.run
     target, after = token_text(run.text_of(scan.target)), run.labels[scan.position]
     reach = float(np.abs(scan.change).max()) or 1.0
     places = [place_label(layer, visits, run.plan.visits[layer]) for layer, visits in scan.places]
-    heads = list(map(str, range(run.heads)))
-    figure = _grid(scan.change, heads, places, "%{y}, head %{x}: %{z:+.4f} nats", signed)
-    figure.update_layout(coloraxis=_colours(DIVERGING, -reach, reach, "change, nats"))
-    figure.update_xaxes(title_text="head silenced")
+    layout = {"coloraxis": _colours(spread(DIVERGING, True), -reach, reach, "change, nats")}
+    trace = _grid(scan.change, places, "%{y}, head %{x}: %{z:+.4f} nats", signed, layout, "head silenced", "")
     below = f"change of log P({target}) after {after}, each head {scan.kind}-ablated alone<br>{_about(run)}"
-    return _framed(figure, theme, "Which heads the target needs", below, 760, _HEAD + 110 + 24 * len(places))
+    height = _HEAD + _FOOT + 22 * len(places)
+    return _figure([trace], layout, theme, "Which heads the target needs", below, 760, height)
 
 
 def place_label(layer: int, visits: Sequence[int], of: int) -> str:
-    """`layer 3, visit 2`; `layer 3, all 2 visits`; `layer 0` where it has one."""
+    """`layer 3, visit 2`; `layer 3, visits 1+2`; `layer 0` where it has one."""
     if of == 1:
         return f"layer {layer}"
-    return (
-        f"layer {layer}, visit {visits[0]}"
-        if len(visits) == 1
-        else f"layer {layer}, visits {'+'.join(map(str, visits))}"
-    )
+    return f"layer {layer}, visit{'s' if len(visits) > 1 else ''} {'+'.join(map(str, visits))}"
 
 
 def step_labels(steps: Iterable[Step]) -> list[str]:
@@ -203,18 +217,13 @@ def step_labels(steps: Iterable[Step]) -> list[str]:
     return [f"{step.layer}·{step.visit}" for step in steps]
 
 
-def spread(name: str, diverging: bool = False) -> list[tuple[float, str]]:
+def spread(name: str, diverging: bool = False) -> list[list[float | str]]:
     """A named colour scale that follows the square root of the value (of its size, about the middle)."""
     at = np.linspace(0, 1, 33)
     places = 0.5 + np.sign(at - 0.5) * 2 * (at - 0.5) ** 2 if diverging else at**2
-    return list(zip(places.tolist(), sample_colorscale(name, at.tolist()), strict=True))
-
-
-def _about(run: LiveRun) -> str:
-    weights = run.model["weights_sha256"]
-    return escape(
-        f"{run.model['name']}, weights {weights[:8] if weights else 'unknown'}; one prompt of {len(run)} tokens"
-    )
+    return [
+        [place, colour] for place, colour in zip(places.tolist(), sample_colorscale(name, at.tolist()), strict=True)
+    ]
 
 
 def signed(value: float) -> str:
@@ -222,54 +231,76 @@ def signed(value: float) -> str:
     return f"{value:+.2f}".replace("-", "−") if abs(value) >= 0.005 else ""
 
 
-def _grid(values: np.ndarray, x: list[str], y: list[str], hover: str, written: Callable[[float], str]) -> go.Figure:
-    figure = go.Figure(
-        go.Heatmap(
-            z=values,
-            x=x,
-            y=y,
-            coloraxis="coloraxis",
-            hovertemplate=f"{hover}<extra></extra>",
-            text=[[written(value) for value in row] for row in values.tolist()],
-            texttemplate="%{text}" if len(x) <= 16 else None,
-            textfont_size=11,
-            xgap=1,
-            ygap=1,
-        )
-    )
-    cell_axes(figure, x, y, _MOST_LABELS)
-    return figure
+def _about(run: LiveRun) -> str:
+    weights = run.model["weights_sha256"]
+    known = weights[:8] if weights else "unknown"
+    return escape(f"{run.model['name']}, weights {known}; one prompt of {len(run)} tokens")
+
+
+def _grid(
+    values: np.ndarray,
+    rows: list[str],
+    hover: str,
+    written: Callable[[float], str],
+    layout: dict[str, Any],
+    x_title: str,
+    y_title: str,
+) -> dict[str, Any]:
+    """A map over heads, with its axes put into the layout."""
+    heads = list(map(str, range(values.shape[1])))
+    layout["xaxis"] = _cells(heads, x_title, _MOST_TICKS // 2)
+    layout["yaxis"] = _cells(rows, y_title, _MOST_TICKS) | {"autorange": "reversed"}
+    trace = {"type": "heatmap", "z": values, "x": heads, "y": rows, "coloraxis": "coloraxis", "xgap": 1, "ygap": 1}
+    trace["hovertemplate"] = f"{hover}<extra></extra>"
+    if len(heads) <= 16:
+        text = [[written(value) for value in row] for row in values.tolist()]
+        trace |= {"text": text, "texttemplate": "%{text}", "textfont": {"size": 11}}
+    return trace
+
+
+def _cells(labels: Sequence[str], title: str, most: int, *, slant: bool = False) -> dict[str, Any]:
+    """A category axis with its ticks thinned and no grid behind the cells."""
+    axis = {"type": "category", "tickvals": every(labels, most), "showgrid": False, "title": {"text": title}}
+    return axis | {"tickfont": {"size": 10}, **({"tickangle": -90} if slant else {})}
+
+
+def _box(x0: float, x1: float, y0: float, y1: float, filled: bool) -> dict[str, Any]:
+    look = {"fillcolor": ORANGE, "line": {"width": 0}} if filled else {"line": {"color": ORANGE, "width": 1.5}}
+    return {"type": "rect", "x0": x0, "x1": x1, "y0": y0, "y1": y1, **look}
+
+
+def _above(text: str, x: float) -> dict[str, Any]:
+    place = {"xref": "paper", "yref": "paper", "x": x, "y": 1, "xanchor": "center", "yanchor": "bottom"}
+    return {"text": text, "showarrow": False, "font": {"size": 14}, **place}
 
 
 def _colours(
-    scale: str | list[tuple[float, str]],
-    low: float,
-    high: float,
-    title: str,
-    y: float = 0.5,
-    length: float = 1.0,
-    *,
-    reverse: bool = False,
+    scale: str | list[list[float | str]], low: float, high: float, title: str, y: float = 0.5, length: float = 1.0
 ) -> dict[str, Any]:
-    bar = {
-        "title": {"text": title, "side": "right"},
-        "thickness": 12,
-        "outlinewidth": 0,
-        "ypad": 0,
-        "y": y,
-        "len": length,
-    }
-    return {"colorscale": scale, "cmin": low, "cmax": high or 1.0, "colorbar": bar, "reversescale": reverse}
+    bar = {"thickness": 12, "outlinewidth": 0, "ypad": 0, "y": y, "len": length}
+    bar["title"] = {"text": title, "side": "right", "font": {"size": 12}}
+    return {"colorscale": scale, "cmin": low, "cmax": high or 1.0, "colorbar": bar}
 
 
-def _framed(
-    figure: go.Figure, theme: Theme, title: str, below: str, width: int, height: int, *, named: bool = False
+def _figure(
+    traces: list[dict[str, Any]],
+    layout: dict[str, Any],
+    theme: Theme,
+    title: str,
+    below: str,
+    width: int,
+    height: int,
+    *,
+    named: bool = False,
+    slanted: bool = False,
 ) -> go.Figure:
-    figure.update_annotations(font={"size": 14, "color": theme.ink})
-    return figure.update_layout(
-        template=theme.template(),
-        width=width,
-        height=height + (24 if named else 0),
-        title=title_block(theme, title, below),
-        margin={"t": _HEAD + (24 if named else 0), "l": 72, "r": 40, "b": 90},
-    )
+    """Made in one go: each further change of a Plotly figure costs as much again. `named` leaves room above the plot."""
+    extra = 24 if named else 0
+    around = {
+        "template": theme.template(),
+        "width": width,
+        "height": height + extra,
+        "title": title_block(theme, title, below),
+        "margin": {"t": _HEAD + extra, "l": 72, "r": 40, "b": _FOOT + (_SLANTED if slanted else 0)},
+    }
+    return go.Figure({"data": traces, "layout": layout | around})

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from visitlens.kernels.errors import InputError
-from visitlens.probe.dyck import SHOTS, dyck_prompt
+from visitlens.probe.dyck import SHOTS, dyck_case
 
 TOKEN_LIMIT = 512
 """Default limit of a live run, BOS included: the longest prompt whose maps are drawn cell by cell."""
 CHARACTERS_PER_TOKEN = 64
 """A prompt above limit * this many characters is refused before it is tokenised."""
+
+
+_MIXED = 11  # a seed whose query closes three different brackets
 
 
 class TokenTexts:
@@ -91,17 +94,17 @@ class DyckPreset:
         return f"Dyck, {self.shots} shot{'' if self.shots == 1 else 's'}"
 
 
-def dyck_presets(tokenizer: Any, seed: int = 0) -> tuple[DyckPreset, ...]:
-    """One prompt each at 0, 1, 2, 4 and 8 shots; the same for the same seed.
+def dyck_presets(tokenizer: Any, seed: int = _MIXED) -> tuple[DyckPreset, ...]:
+    """One prompt each at 0, 1, 2, 4 and 8 shots, all with the same query; the same for the same seed.
 
     Raises:
         InputError: a tokenizer that merges answers with what stands before them.
     """
     presets = []
     for shots in SHOTS:
-        prompt = dyck_prompt((seed, shots, 0), tokenizer, shots=shots)
-        at = prompt.closers[0]
-        text = prompt.text[: tokenizer.encode(prompt.text, add_special_tokens=False).offsets[at][0]]
+        prompt = dyck_case((seed,), tokenizer, shots=shots)
+        at = prompt.targets[0]
+        text = "".join(prompt.pieces[:at])
         if list(prompt.tokens[:at]) != tokenizer.encode(text, add_special_tokens=False).ids:
             raise InputError(f"the tokenizer reads {text[-20:]!r} differently at the end of a prompt")
         spans = tuple((start + 1, stop + 1) for start, stop in prompt.demonstrations)

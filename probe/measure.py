@@ -81,11 +81,15 @@ class StatArray:
         return self.measure.axes
 
     def interval(self, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
-        """Percentile bootstrap bounds [*axes]; NaN where there are no replicates."""
+        """Percentile bootstrap bounds [*axes]; NaN where there are no replicates. Those that drew nothing to average are left out."""
         if self.replicates is None or not self.replicates.shape[0]:
             return np.full(self.values.shape, np.nan), np.full(self.values.shape, np.nan)
         tail = (1 - level) / 2
         low, high = np.quantile(self.replicates, [tail, 1 - tail], axis=0)
+        undrawn = np.isnan(self.replicates)
+        partly = undrawn.any(0) & ~undrawn.all(0)
+        if partly.any():
+            low[partly], high[partly] = np.nanquantile(self.replicates[:, partly], [tail, 1 - tail], axis=0)
         return low, high
 
     def mean(self, axis: str) -> StatArray:
@@ -174,6 +178,11 @@ class StatArray:
         from visitlens.probe.figures.generic import plot_stat
 
         return plot_stat(self)
+
+    def _repr_html_(self) -> str:
+        from visitlens.probe.tables import as_html
+
+        return as_html(self)
 
     def __repr__(self) -> str:
         low, high = self.interval()

@@ -122,6 +122,42 @@ class RecordedRun:
         stat = self.stat(name).sel(pair=lambda pair: pair in chosen)
         return _relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
 
+    def visit_matrix(self, name: str, layer: int) -> StatArray:
+        """A `pair` measure of one layer as [visit, later_visit, ...], r x r, whatever its number of visits.
+
+        NaN on the diagonal; and below it where earlier and later can't be exchanged (ratios, transitions).
+
+        Raises:
+            InputError: the layer isn't looped, or the measure doesn't compare visits.
+        """
+        stat = self.stat(name)
+        pairs = [(at, pair) for at, pair in enumerate(self.plan.pairs) if pair.layer == layer]
+        if "pair" not in stat.axes or not pairs:
+            raise InputError(
+                f"expected a measure of pairs and a looped layer among {list(self.plan.looped_layers)}, got {name!r} [{', '.join(stat.axes)}] and layer {layer}"
+            )
+        symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
+        visits = self.plan.visits[layer]
+
+        def square(values: np.ndarray, lead: int) -> np.ndarray:
+            values = np.moveaxis(values, stat.axes.index("pair") + lead, lead)
+            table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), np.nan)
+            for at, pair in pairs:
+                cell = (pair.earlier.visit - 1, pair.later.visit - 1)
+                for where in {cell, cell[::-1]} if symmetric else {cell}:
+                    table[(slice(None),) * lead + where] = values.take(at, lead)
+            return table
+
+        axes = ("visit", "later_visit", *(axis for axis in stat.axes if axis != "pair"))
+        numbers = list(range(1, visits + 1))
+        return replace(
+            stat,
+            measure=replace(stat.measure, axes=axes),
+            values=square(stat.values, 0),
+            replicates=None if stat.replicates is None else square(stat.replicates, 1),
+            labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
+        )
+
     def at_visit(self, name: str, visit: int) -> StatArray:
         """A `step` measure at one visit of each looped layer, the axis relabelled `layer`."""
         steps = [s for s in self.plan.steps if s.visit == visit and s.layer in self.plan.looped_layers]
@@ -320,6 +356,11 @@ class RecordedRun:
             "component": lambda: COMPONENTS,
         }
         return list(fixed[axis]()) if axis in fixed else list(range(size))
+
+    def _repr_html_(self) -> str:
+        from visitlens.probe.pictures import recording_html
+
+        return recording_html(self)
 
     def __repr__(self) -> str:
         r = self.recording

@@ -1,4 +1,4 @@
-"""From a checkpoint folder and some text to a recording."""
+"""From a checkpoint folder and some text to a recording, by one process or by several."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from visitlens.hooks import recorder
-from visitlens.hooks.instrumented import ModelFacts
-from visitlens.hooks.loading import load_model, resolve, weights_sha256
-from visitlens.hooks.models.checkpoint import load_tokenizer
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
+from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer, sha256_of
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
+from visitlens.kernels.errors import InputError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.opened import RecordedRun
@@ -28,11 +32,17 @@ from visitlens.probe.statistics.base import Geometry
 
 _LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
+ENGINES = ("process", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens` ends after the context it falls in."""
+    """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
+    ends after the context it falls in.
+
+    `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
+    side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
+    """
 
     checkpoint: Path
     text: Path
@@ -47,41 +57,108 @@ class RunRequest:
     threads: int | None = None
     model_options: Mapping[str, Any] = field(default_factory=dict)
     """For models other than the native one: `trust_remote_code`, and what its adapter takes, such as `steps`."""
+    workers: int = 1
+    engine: str = "process"
+    ray_address: str | None = None
+    synthetic: str = ""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise InputError(f"expected at least one worker, got {self.workers}")
+        if self.engine not in ENGINES:
+            raise InputError(f"expected an engine among {', '.join(ENGINES)}, got {self.engine!r}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype!r}")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What must be known of a model before it runs."""
+
+    config: LoopedMoEConfig | ModelFacts
+    plan: ExecutionPlan
+    dtype: torch.dtype
 
 
 class PreparedRun:
-    """A loaded model and packed text, ready to record; `bytes_needed` is known before it starts.
+    """Packed text, statistics and sizes, ready to record; the weights are read when a process first needs them.
 
     Raises:
-        CheckpointError, InputError: what `load_model` and `read_documents` raise.
+        CheckpointError, InputError: what `load_config` and `read_documents` raise.
     """
 
-    def __init__(self, request: RunRequest) -> None:
+    def __init__(self, request: RunRequest, contexts: PackedTokens | None = None) -> None:
         self.request = request
-        self.model = load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
-        config = self.model.config
+        self.planned = self._plan()
+        config = self.planned.config
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
-        self.contexts = pack_text(request, config)
-        groups = int(self.contexts.document_groups(request.options.groups).max()) + 1
-        geometry = Geometry.of(self.model.plan, config.to_dict())
+        self.warnings = [f"synthetic: {request.synthetic}"] if request.synthetic else []
+        if contexts is None:
+            contexts, whole = pack_text(request, config)
+            if contexts.num_tokens < whole:
+                self.warnings.append(f"truncated: the first {contexts.num_tokens:,} of the text's {whole:,} tokens")
+        self.contexts = contexts
+        groups = int(contexts.document_groups(request.options.groups).max()) + 1
+        geometry = Geometry.of(self.planned.plan, config.to_dict())
         self.statistics = StatisticsCollector(geometry, groups, request.measures)
-        per_token = bytes_per_token(self.model, self.statistics, request.options)
-        self.bytes_needed = per_token * self.contexts.num_tokens
+        self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.options)
+        self.bytes_needed = self.bytes_per_token * contexts.num_tokens
+
+    @cached_property
+    def model(self) -> LoopedMoE | InstrumentedModel:
+        """The loaded model."""
+        request = self.request
+        return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+
+    def _plan(self) -> PlannedModel:
+        """A native model's from its configuration; another's from the model itself, which must be loaded to be known."""
+        folder = resolve(self.request.checkpoint)
+        if model_type(folder) is None and not self.request.model_options:
+            config = load_config(folder)
+            return PlannedModel(config, config.loop_spec.plan(), DTYPES[self.request.dtype])
+        return PlannedModel(self.model.config, self.model.plan, DTYPES[self.request.dtype])
+
+    @cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Of this run."""
+        return provenance(self.request, self.warnings)
 
     def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
         """Writes or continues the recording; returns its path."""
         request = self.request
-        recorder.record(
-            self.model,
-            self.contexts,
-            request.out,
-            self.statistics,
-            request.options,
-            provenance=provenance(request),
-            attention_implementation=request.attention,
-            on_progress=on_progress,
-        )
+        if request.engine == "ray":
+            from visitlens.probe.ray_engine import record_on_ray
+
+            record_on_ray(self, on_progress)
+        elif request.workers > 1:
+            from visitlens.probe.workers import record_with_workers
+
+            record_with_workers(self, on_progress)
+        else:
+            recorder.record(
+                self.model,
+                self.contexts,
+                request.out,
+                self.statistics,
+                request.options,
+                provenance=self.provenance,
+                attention_implementation=request.attention,
+                on_progress=on_progress,
+            )
         return request.out
+
+    def describe(self) -> dict[str, Any]:
+        """The run's description, as every file of it carries."""
+        return recorder.describe_run(
+            self.planned, self.contexts, self.statistics, self.request.options, self.provenance
+        )
+
+    def shard_writer(self) -> recorder.ShardWriter:
+        """What computes and commits shards in this process."""
+        request = self.request
+        return recorder.ShardWriter(
+            self.model, self.contexts, request.out, self.statistics, request.options, request.attention
+        )
 
 
 def record(
@@ -95,7 +172,7 @@ def record(
 ) -> RecordedRun:
     """Records a model over text, as `visitlens record` does, and opens the recording.
 
-    `changes` are further fields of `RunRequest`, for example `max_tokens=10_000` or `dtype="bfloat16"`.
+    `changes` are further fields of `RunRequest`, for example `max_tokens=10_000`, `dtype="bfloat16"` or `workers=4`.
 
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
@@ -105,8 +182,8 @@ def record(
     return open_recording(PreparedRun(request).record())
 
 
-def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> PackedTokens:
-    """The text in the model's tokens, packed; cut after the context in which `max_tokens` falls."""
+def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tuple[PackedTokens, int]:
+    """The text in the model's tokens, packed and cut after the context in which `max_tokens` falls; its whole length."""
     tokenizer = load_tokenizer(resolve(request.checkpoint))
     texts = [document.text for document in read_documents(request.text)]
     documents = encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)
@@ -114,22 +191,34 @@ def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> Pack
     if request.context_length is None and isinstance(config, ModelFacts):
         length = min(length, _LONG)  # such models claim contexts of 100,000 tokens and more
     packed = pack(documents, length, config.bos_token_id, config.pad_token_id)
-    return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
+    return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens), packed.num_tokens
 
 
-def provenance(request: RunRequest) -> dict[str, Any]:
-    """Where a recording comes from: hashes, versions, command."""
+def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """Where a recording comes from: hashes, versions, command, and what to be warned of."""
     packages = ("visitlens", "torch", "transformer-lens", "h5py", "numpy", "tokenizers")
     return {
         "checkpoint": request.checkpoint.resolve().name,
         "weights_sha256": weights_sha256(request.checkpoint),
+        "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
         "device": request.device,
+        "threads": torch.get_num_threads(),
+        "seed": None,  # recording draws nothing at random
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "platform": platform.platform(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "git_revision": _git_revision(),
+        "warnings": list(warnings),
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a checkout that isn't installed
+        return None
 
 
 def _git_revision() -> str | None:

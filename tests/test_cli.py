@@ -272,7 +272,7 @@ def test_options_that_make_no_sense_are_refused(run, checkpoints, text, tmp_path
 def test_what_is_no_recording_is_refused(run, tmp_path) -> None:
     _refused(run("info", tmp_path / "nowhere.vlens"), "no recording there", "visitlens record")
     (tmp_path / "manifest.json").write_text("{")
-    _refused(run("info", tmp_path), "not a readable manifest")
+    _refused(run("info", tmp_path), "not readable JSON")
 
 
 def test_a_figure_by_bare_number_or_unknown_name_is_refused(run, checkpoints, text, tmp_path) -> None:

@@ -198,15 +198,15 @@
 
   // The visit scrubber: the first map becomes the second.
   document.addEventListener("input", (event) => {
-    if (!event.target.classList || !event.target.classList.contains("scrubber")) return;
+    if (!event.target.closest || !event.target.closest(".scrubber")) return;
     const panel = event.target.closest(".panel");
     const chart = panel.querySelector(".chart");
     const plot = plots(chart);
     const [from, to] = options(chart).morph || [];
     if (!plot || to === undefined) return;
-    if (!plot.visitlensFirst || plot.visitlensFigure !== plot.data[to].z) {
+    if (!plot.visitlensFirst || plot.visitlensFigure !== plot.calcdata[to][0].z) {
       plot.visitlensFirst = plot.calcdata[from][0].z.map((row) => Array.from(row));
-      plot.visitlensFigure = plot.data[to].z;
+      plot.visitlensFigure = plot.calcdata[to][0].z;
     }
     const t = event.target.value / 100;
     const second = plot.calcdata[to][0].z;

@@ -16,6 +16,7 @@
   vl.go = function (href) {
     const url = new URL(href, window.location.href);
     if (url.href === window.location.href) return;
+    document.body.dataset.busy = "1";
     window.history.pushState(null, "", url.href);
     window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
   };
@@ -55,7 +56,7 @@
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     visitlens: {
       request: function (href, n, seen) {
-        if (n && n !== clicks) { clicks = n; vl.set("theme", theme() === "dark" ? "light" : "dark"); }
+        if (n && n > clicks) { clicks = n; vl.set("theme", theme() === "dark" ? "light" : "dark"); }
         paint();
         if (!href) return window.dash_clientside.no_update;
         document.body.dataset.busy = "1";
@@ -103,6 +104,8 @@
     vl.attach();
   }
 
+  window.addEventListener("popstate", () => { document.body.dataset.busy = "1"; });
+
   // Links stay real links: a middle click opens a tab, a plain click changes the page without loading it.
   document.addEventListener("click", (event) => {
     const link = event.target.closest("a[href]");
@@ -127,6 +130,7 @@
   });
 
   // Buttons
+  document.addEventListener("click", (event) => { if (event.target.closest("#theme")) document.body.dataset.busy = "1"; });
   const actions = {
     copy: (button) => copy(button.dataset.text, "Python copied"),
     "copy-link": () => copy(window.location.href, "Link copied"),
@@ -198,7 +202,7 @@
     box.append(caption, chart);
     tray.prepend(box);
     const layout = JSON.parse(JSON.stringify(plot.layout));
-    window.Plotly.newPlot(chart, JSON.parse(JSON.stringify(plot.data)), { ...layout, height: 300, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
+    window.Plotly.newPlot(chart, JSON.parse(JSON.stringify(plot.data)), { ...layout, height: 230, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
     vl.toast(`Pinned: ${name}`);
   }
 

@@ -14,6 +14,7 @@ def info(
 ) -> None:
     """Say what a recording holds and where it comes from."""
     from visitlens.hooks.shards import readable_bytes
+    from visitlens.hooks.untrusted import printable
     from visitlens.probe.opened import open as open_recording
 
     rec = open_recording(recording)
@@ -27,15 +28,19 @@ def info(
         else "none (unlooped)",
         "text": f"{stored.tokens:,} of {run['tokens']:,} tokens, {stored.documents} documents in {rec.groups} groups, from {stored.provenance.get('text')}",
         "level": f"{stored.level}, {run['config']['dtype']}",
-        "size": f"{readable_bytes(sum(s['bytes'] for s in stored.shards))} in {len(stored.shards)} shards",
+        "size": f"{readable_bytes(sum(s['bytes'] for s in stored.shards))} in {len(stored.shards)} shards"
+        + (f", {sum(s['bytes'] for s in stored.shards) / stored.tokens:,.0f} bytes a token" if stored.tokens else ""),
         "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
         "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
     }
     for name, value in rows.items():
-        typer.echo(f"{name:<10} {value}")
-    bad = {name: int(t.non_finite.sum()) for name, t in stored.totals.items() if t.non_finite.any()}
-    if bad:
-        typer.echo(f"warning    values that were NaN or infinite, left out of every mean: {bad}")
+        typer.echo(f"{name:<10} {printable(value)}")
+    for path, (kind, shape, size) in stored.contents().items():
+        typer.echo(f"  {path:<26} {kind} {'x'.join(map(str, shape)):<20} {readable_bytes(size)}")
+    for name in stored.analyses:
+        typer.echo(f"analysis   {name}")
+    for warning in stored.warnings:
+        typer.echo(f"warning    {printable(warning)}")
     if not measures:
         typer.echo(f"measures   {len(rec.measures)} (list them with --measures)")
         return

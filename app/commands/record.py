@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from visitlens.app.console import console, loading, progress_bar
-from visitlens.kernels.errors import InputError
+from visitlens.app.console import console, loading, progress_bar, token_bounds
 
 
 class Level(StrEnum):
@@ -19,8 +18,13 @@ class Level(StrEnum):
     maps = "maps"
 
 
+class Engine(StrEnum):
+    process = "process"
+    ray = "ray"
+
+
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Folder with config.json, model.safetensors and tokenizer.json.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
     level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
@@ -33,7 +37,17 @@ def record(
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
+    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
+    engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
+    ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
+    synthetic: Annotated[
+        str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
+    ] = "",
 ) -> None:
     """Run a model over text and record what each visit does."""
     with loading("torch and the model"):
@@ -59,8 +73,15 @@ def record(
             context_length=context,
             max_tokens=max_tokens,
             threads=threads,
+            workers=workers,
+            engine=engine.value,
+            ray_address=ray_address,
+            synthetic=synthetic,
+            model_options=model_options(steps, trust_remote_code),
         )
         run = PreparedRun(request)
+        if workers == 1 and engine is Engine.process:
+            _ = run.model  # says now what is wrong with it; workers load their own
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
     console.print(
         f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
@@ -71,13 +92,7 @@ def record(
     typer.echo(out)
 
 
-def token_bounds(text: str) -> tuple[int, int] | None:
-    if not text:
-        return None
-    try:
-        start, stop = (int(part) for part in text.split(":"))
-    except ValueError:
-        raise InputError(f"expected a token range START:STOP, for example 0:4096, got {text!r}") from None
-    if not 0 <= start < stop:
-        raise InputError(f"expected 0 <= START < STOP, got {text!r}")
-    return start, stop
+def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:
+    """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    return options if steps is None else {**options, "steps": steps}

@@ -41,7 +41,7 @@ def layout(view: View) -> list[Any]:
                 "note wide",
             )
         )
-    panels += [_sink(view), *_attended(view), _stages(view), registered_panel(view, "sink-profile")]
+    panels += [_sink(view), *_attended(view), _stages(view), registered_panel(view, "sink-profile", wide=True)]
     return [panel for panel in panels if panel is not None]
 
 
@@ -72,7 +72,8 @@ def map_panel(view: View) -> Panel:
             row_title="query",
             column_title="key",
             unit="share of mass",
-            height=440,
+            column_ticks=[str(maps.start + int(i)) for i in earlier.column_starts],
+            height=470,
             selected=_cell(maps, token, region) if earlier.factor == 1 else None,
         )
         figure.data[2].z = difference.values

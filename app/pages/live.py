@@ -65,7 +65,7 @@ def layout(view: View) -> list[Any]:
         silence_card(view, run, chosen, ablation, said or said_of_scan),
     ]
     if scan is not None:
-        items.append(scan_panel(view, run, scan))
+        items.append(scan_panel(view, scan))
     if run.plan.looped_layers:
         items.append(heads_panel(view, run, chosen))
     return [*items, norms_panel(view, run, chosen), lens_card(run, chosen), lens_panel(view, run, chosen)]
@@ -167,7 +167,7 @@ def do(
         if what in presets or what == "run":
             prompt = presets.get(what, prompt)
             return {"job": live.probe(tab, prompt), "as": "job"}, tab, prompt, "Waiting …"
-        view = view_of(context, PATH, urlsplit(href).query, parameters=PARAMETERS)
+        view = view_of(context, PATH, urlsplit(href).query, parameters=PARAMETERS, fitted=False)
         run = live.find(view.selection.extra.get("job", ""), LiveRun)
         chosen = choice(view, run)
         if what == "silence":

@@ -300,14 +300,14 @@ def _values(view: View, window: TokenWindow, at: int, pair: Any, text: str) -> h
 
 
 def _strengths(values: np.ndarray, diverges: bool) -> np.ndarray:
-    """-1..1 (0..1 if nothing is below zero), by the 98th percentile, so that one token doesn't pale the rest."""
-    known = np.abs(values[np.isfinite(values)])
-    reach = float(np.quantile(known, 0.98)) if known.size else 0.0
-    return (
-        np.clip(np.nan_to_num(values / (reach or 1.0)), -1, 1)
-        if diverges
-        else np.clip(np.nan_to_num(values / (reach or 1.0)), 0, 1)
-    )
+    """-1..1 about zero, or 0..1 from the low values to the high; by percentiles, so that one token doesn't pale the rest."""
+    known = values[np.isfinite(values)]
+    if not known.size:
+        return np.zeros(values.shape)
+    if diverges:
+        return np.clip(np.nan_to_num(values / (float(np.quantile(np.abs(known), 0.98)) or 1.0)), -1, 1)
+    low, high = np.quantile(known, [0.02, 0.98])
+    return np.clip(np.nan_to_num((values - low) / ((high - low) or 1.0)), 0, 1)
 
 
 def _visible(text: str) -> str:

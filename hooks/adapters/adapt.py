@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from functools import cache
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -44,10 +45,10 @@ def adapt(model: nn.Module, family: Family | None = None, **options: Any) -> Ada
                 f"no adapter for model type {kind!r}; there are {', '.join(sorted(known))}. `visitlens inspect` shows how the "
                 "model runs its layers, docs/adapters.md how to write an adapter: then adapt(model, YourFamily())"
             )
-        try:
-            family = known[kind](**options)
-        except TypeError as error:
-            raise InputError(f"{kind}: {error}") from error
+        takes = list(signature(known[kind]).parameters)
+        if unknown := [name for name in options if name not in takes]:
+            raise InputError(f"{kind} takes no option {unknown[0]!r}; it takes {', '.join(takes) or 'none'}")
+        family = known[kind](**options)
     elif options:
         raise InputError(
             f"options {', '.join(options)} belong to the family: give them to {type(family).__name__}(...)"

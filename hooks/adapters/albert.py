@@ -15,6 +15,7 @@ POST_NORM = "a LayerNorm lies on the stream after each addition, so writes don't
 class Albert(Family):
     model_types = ("albert",)
     call: ClassVar = {}
+    causal = False
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config
@@ -32,7 +33,7 @@ class Albert(Family):
         return Anatomy(
             tuple(Layer((path,), reads, attention="attention") for path in paths),
             tuple(order),
-            missing={"sum of writes": POST_NORM, **dict.fromkeys(("router", "experts", "gates"), NO_ROUTER)},
+            missing={"sum of writes": POST_NORM, **NO_ROUTER},
             notes=(
                 "attention goes both ways: a query also sees later tokens of its document",
                 "queries are left out of measures by their position, as if attention were causal",

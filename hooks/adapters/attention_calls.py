@@ -50,11 +50,6 @@ def watch_registry(observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
         yield
 
 
-def uses_registry(module: nn.Module) -> bool:
-    """Whether the module's file looks its attention function up in transformers' registry."""
-    return hasattr(sys.modules[type(module).__module__], _REGISTRY)
-
-
 def _entry(module: nn.Module) -> tuple[Any, str]:
     """The registry that a module's file uses, and the name in use."""
     name: str | None = module.config._attn_implementation  # type: ignore[union-attr]  # every such module has a config
@@ -94,34 +89,51 @@ def _wrapped(registry: Any, name: str) -> Iterator[None]:
                 registry[name] = original
 
 
-class _SeesSDPA(TorchFunctionMode):
-    def __init__(self, observer: Observer) -> None:
+TorchCall = Callable[[Any, tuple, Mapping[str, Any], Any], None]
+"""Gets a torch function, its arguments and its result."""
+
+
+class _Sees(TorchFunctionMode):
+    def __init__(self, observer: TorchCall) -> None:
         super().__init__()
         self.observer = observer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            q, k, v = (args[i] if i < len(args) else kwargs[name] for i, name in enumerate(("query", "key", "value")))
-            options = {"scaling": kwargs.get("scale"), "is_causal": kwargs.get("is_causal", False)}
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            self.observer(AttentionCall(q, k, v, result.transpose(1, 2), None, {**options, "mask": mask}))
+        self.observer(func, args, kwargs, result)
         return result
 
 
 @contextmanager
 def watch_sdpa(observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
     """Each module's observer gets the calls of `scaled_dot_product_attention` that happen inside the module."""
+
+    def see(observer: Observer) -> TorchCall:
+        def look(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> None:
+            if func is torch.nn.functional.scaled_dot_product_attention:
+                named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
+                q, k, v = (named[name] for name in ("query", "key", "value"))
+                observer(AttentionCall(q, k, v, result.transpose(1, 2), None, {"scaling": kwargs.get("scale")}))
+
+        return look
+
+    with watch_torch({module: see(observer) for module, observer in observers.items()}):
+        yield
+
+
+@contextmanager
+def watch_torch(observers: Mapping[nn.Module, TorchCall]) -> Iterator[None]:
+    """Each module's observer gets every torch function called inside the module: for what no module hook shows."""
     with ExitStack() as undo:
         for module, observer in observers.items():
-            running: list[_SeesSDPA] = []
+            running: list[_Sees] = []
 
-            def enter(*_: Any, observer: Observer = observer, running: list[_SeesSDPA] = running) -> None:
-                running.append(_SeesSDPA(observer))
+            def enter(*_: Any, observer: TorchCall = observer, running: list[_Sees] = running) -> None:
+                running.append(_Sees(observer))
                 running[-1].__enter__()
 
-            def leave(*_: Any, running: list[_SeesSDPA] = running) -> None:
+            def leave(*_: Any, running: list[_Sees] = running) -> None:
                 running.pop().__exit__(None, None, None)
 
             undo.callback(module.register_forward_pre_hook(enter).remove)

@@ -1,16 +1,18 @@
-"""Llama-shaped dense decoders: unlooped baselines with a pre-norm block and a gated MLP."""
+"""Llama-shaped dense decoders: a pre-norm block and a gated MLP. Unlooped, or recursive: layers whose Parameters are tied
+are one physical layer that several modules run.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
+from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, by_identity, pre_norm_reads
 
 
 class DenseDecoder(Family):
     model_types = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 
     def anatomy(self, model: Any) -> Anatomy:
-        count = len(self.body(model).layers)  # type: ignore[arg-type]
-        layers = tuple(Layer((f"layers.{i}",), pre_norm_reads()) for i in range(count))
-        return Anatomy(layers, tuple(range(count)), missing=dict.fromkeys(("router", "experts", "gates"), NO_ROUTER))
+        groups, order = by_identity(self.body(model))
+        layers = tuple(Layer(tuple(paths), pre_norm_reads()) for paths in groups)
+        return Anatomy(layers, order, missing=NO_ROUTER)

@@ -35,7 +35,7 @@ class Dory(Family):
         return Anatomy(
             tuple(Layer((f"layers.{i}",), reads) for i in range(config.num_hidden_layers)),
             tuple(order),
-            missing={"sum of writes": NGPT, **dict.fromkeys(("router", "experts", "gates"), NO_ROUTER)},
+            missing={"sum of writes": NGPT, **NO_ROUTER},
             notes=(
                 "attn_write and moe_write are the normalised outputs before the learned interpolation: directions",
                 "the recurrent part re-enters as norm(h) + the input layers' normalised output",

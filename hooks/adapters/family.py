@@ -8,8 +8,9 @@ model's code; see docs/adapters.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -30,6 +31,16 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """Sites that no module hook shows (a router that is a bare Parameter): `read` gets the module and each torch function
+    called inside it, (module, function, arguments, result), and returns sites' values."""
+
+    module: str
+    sites: tuple[str, ...]
+    read: Callable[[Any, Any, tuple, Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class Layer:
     """One physical layer. `modules` are the paths, below the body, that run it; several where modules are tied.
 
@@ -39,6 +50,7 @@ class Layer:
     modules: tuple[str, ...]
     reads: tuple[Read, ...]
     attention: str | None = "self_attn"
+    inside: tuple[Inside, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,8 @@ class Family(ABC):
     model_types: ClassVar[tuple[str, ...]]
     """Values of `config.model_type` that it fits."""
     attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
-    call: ClassVar[Mapping[str, Any]] = {"use_cache": False}
+    causal: ClassVar[bool] = True
+    call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
     @abstractmethod
@@ -94,9 +107,13 @@ class Family(ABC):
             "pad_token_id": _first(config.pad_token_id, config.eos_token_id, bos),
         }
 
-    def start(self, model: nn.Module, tokens: Any) -> dict[str, Any]:
-        """Further arguments of one forward over `tokens`, for example a seeded initial state."""
+    def start(self, model: nn.Module, tokens: Any, position: int = 0) -> dict[str, Any]:
+        """Further arguments of one forward over `tokens` from `position` on, for example a seeded initial state."""
         return {}
+
+    def logits(self, result: Any) -> Any:
+        """Of what the model's forward returns; None where it has no language-model head."""
+        return getattr(result, "logits", None)
 
     def facts(self, model: nn.Module, anatomy: Anatomy) -> ModelFacts:
         return ModelFacts(
@@ -119,7 +136,33 @@ def _first(*ids: Any) -> int:
     return 0
 
 
-NO_ROUTER = "its feed-forward layers are dense, there is no router"
+ROUTING = ("router", "experts", "gates", "expert_in")
+NO_ROUTER = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
+"""`missing` of a dense family."""
+
+
+def physical_layers(modules: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Paths by physical layer, in order: modules that share at least half of the smaller one's weights are one layer."""
+    sizes = {path: {id(p): p.numel() for p in module.parameters()} for path, module in modules.items()}
+    layers: list[list[str]] = []
+    for path, mine in sizes.items():
+        for layer in layers:
+            first = sizes[layer[0]]
+            shared = sum(size for key, size in mine.items() if key in first)
+            if 2 * shared >= min(sum(mine.values()), sum(first.values())):
+                layer.append(path)
+                break
+        else:
+            layers.append([path])
+    return layers
+
+
+def by_identity(body: Any) -> tuple[list[list[str]], tuple[int, ...]]:
+    """The members of `body.layers` by physical layer, and the physical layer of each in the order they run."""
+    paths = [f"layers.{i}" for i in range(len(body.layers))]
+    groups = physical_layers({path: body.get_submodule(path) for path in paths})
+    number = {path: n for n, group in enumerate(groups) for path in group}
+    return groups, tuple(number[path] for path in paths)
 
 
 def pre_norm_reads(
@@ -146,4 +189,5 @@ def pre_norm_reads(
         reads.append(Read("router", f"{mlp}.{router}"))
         reads.append(Read("experts", f"{mlp}.{experts}", "input", 1, "top_k_index"))
         reads.append(Read("gates", f"{mlp}.{experts}", "input", 2, "top_k_weights"))
+        reads.append(Read("expert_in", f"{mlp}.{experts}", "input"))
     return tuple(reads)

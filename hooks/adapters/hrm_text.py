@@ -23,7 +23,7 @@ class HrmText(Family):
         return Anatomy(
             tuple(Layer((path,), pre_norm_reads()) for path in paths),
             tuple(cycle * config.H_cycles),
-            missing=dict.fromkeys(("router", "experts", "gates"), NO_ROUTER),
+            missing=NO_ROUTER,
             notes=(
                 "a stack's input is the sum of the slow and the fast state, and its output is normalised: residuals chain "
                 "within a run of a stack only",

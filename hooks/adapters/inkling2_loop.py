@@ -63,4 +63,5 @@ _READS = (
     Read("router", "mlp.gate"),
     Read("experts", "mlp.experts", "input", 1, "top_k_index"),
     Read("gates", "mlp.experts", "input", 2, "top_k_weights"),
+    Read("expert_in", "mlp.experts", "input"),
 )

@@ -1,12 +1,11 @@
-"""Unlooped MoE decoders: pre-norm blocks whose MLP is a router (`gate`) and a bank of experts; some layers may be dense."""
+"""MoE decoders, unlooped or with tied layers: pre-norm blocks whose MLP is a router (`gate`) and a bank of experts; some layers may be dense."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from visitlens.hooks.adapters.family import Anatomy, Family, Layer, pre_norm_reads
+from visitlens.hooks.adapters.family import ROUTING, Anatomy, Family, Layer, by_identity, pre_norm_reads
 
-ROUTING = ("router", "experts", "gates")
 DENSE_LAYER = "a dense feed-forward layer among MoE layers"
 
 
@@ -17,18 +16,19 @@ class MoEDecoder(Family):
     router, experts = "gate", "experts"
 
     def anatomy(self, model: Any) -> Anatomy:
-        modules: Any = self.body(model).layers
-        layers, dense = [], {}
-        for i, module in enumerate(modules):
+        body = self.body(model)
+        groups, order = by_identity(body)
+        layers: list[Layer] = []
+        dense: dict[int, str] = {}
+        for i, paths in enumerate(groups):
+            module: Any = body.get_submodule(paths[0])
             sparse = hasattr(module.mlp, self.experts)
             names = {"router": self.router, "experts": self.experts} if sparse else {}
-            layers.append(Layer((f"layers.{i}",), pre_norm_reads(**names)))
+            layers.append(Layer(tuple(paths), pre_norm_reads(**names)))
             if not sparse:
                 dense[i] = DENSE_LAYER
         absent = dict.fromkeys(ROUTING, dense) if dense else {}
-        return Anatomy(
-            tuple(layers), tuple(range(len(layers))), missing=self.missing(), absent=absent, notes=self.notes()
-        )
+        return Anatomy(tuple(layers), order, missing=self.missing(), absent=absent, notes=self.notes())
 
     def missing(self) -> dict[str, str]:
         return {}

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from visitlens.hooks.adapters.attention_calls import AttentionCall
-from visitlens.hooks.adapters.family import Read
+from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
+from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured
-from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
@@ -61,6 +60,24 @@ class StepObserver:
             for path in layer.modules
         }
 
+    def torch_observers(self) -> dict[nn.Module, TorchCall]:
+        """For sites that only the torch functions inside a module show."""
+        return {
+            self._module(path, inside.module): self._see(self._module(path, inside.module), inside)
+            for layer in self.adapted.anatomy.layers
+            for inside in layer.inside
+            if set(inside.sites) & set(self.captured.sites)
+            for path in layer.modules
+        }
+
+    def _see(self, module: nn.Module, inside: Inside) -> TorchCall:
+        def look(func: Any, args: tuple, _: Any, result: Any) -> None:
+            for site, value in inside.read(module, func, args, result).items():
+                if site in self.captured.sites:
+                    self._store(site, value)
+
+        return look
+
     def _module(self, *paths: str) -> nn.Module:
         path = ".".join(p for p in paths if p)
         try:
@@ -100,8 +117,17 @@ class StepObserver:
             self.captured.clear()
 
     def _end(self, *_: Any) -> None:
-        if not _recomputing():
-            self.clock.finish()
+        if _recomputing():
+            return
+        self.clock.finish()
+        for site in self.captured.sites:
+            absent = self.captured.absent.get(site, {})
+            for step in self.adapted.plan.steps:
+                if step.index not in absent and self.captured.held(site, step.index) is None:
+                    raise PlanError(
+                        f"{step} ran and gave no {site!r}: the adapter for {self.adapted.config.family} doesn't fit this model, or its "
+                        'attention goes past what is watched (load it with attn_implementation="sdpa")'
+                    )
 
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int) -> None:
         if _recomputing():
@@ -117,18 +143,16 @@ class StepObserver:
         if self.step is None:
             return
         options, wanted, new = call.options, self.captured.sites, call.q.shape[2]
-        causal = options.get("is_causal")
-        if causal is None:
-            causal = getattr(self._running_module(), "is_causal", True)
         scale = options.get("scaling")
-        # A bias per query and key, sinks per query or a soft cap: Q and K alone don't give the rows.
+        # A bias of each query and key, or a sink of each query: Q and K alone don't give the rows.
         sinks = options.get("s_aux")
-        from_map = any(options.get(name) is not None for name in ("position_bias", "sinks", "softcap"))
+        from_map = any(options.get(name) is not None for name in ("position_bias", "sinks"))
         rule = AttentionRule(
             scale=float(call.q.shape[-1] ** -0.5 if scale is None else scale),
             window=options.get("sliding_window"),
-            causal=bool(causal),
+            causal=self.adapted.family.causal,
             sinks=None if sinks is None else sinks.detach(),
+            soft_cap=options.get("softcap"),
             from_map=from_map,
         )
         self.captured.rules[self.step] = rule
@@ -139,10 +163,6 @@ class StepObserver:
                 self._store(site, value)
         if "P" in wanted or (from_map and {"Q", "K"} <= set(wanted)):
             self._store("P", self._pattern(call, rule))
-
-    def _running_module(self) -> nn.Module:
-        layer = self.adapted.anatomy.layers[self.adapted.plan.steps[self.step or 0].layer]
-        return self._module(layer.modules[0], str(layer.attention))
 
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
@@ -155,37 +175,8 @@ class StepObserver:
         return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
 
     def _store(self, site: str, value: Tensor) -> None:
-        if self.step is None or _recomputing():
-            return
-        value = value.detach()
-        if value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
-            value = value.unflatten(0, self.shape)
-        part = self.adapted.part
-        if part is None:
-            self.captured.store(site, self.step, value)
-        elif part.whole and site != "P":
-            self.captured.store(site, self.step, value.flatten(0, 1).unflatten(0, (part.contexts, part.length)))
-        else:
-            self._place(site, self.step, value)
-
-    def _place(self, site: str, step: int, value: Tensor) -> None:
-        """Documents into their places among the contexts; what is padding is NaN (0 in a pattern, and for expert ids)."""
-        part = self.adapted.part
-        assert part is not None
-        flat = part.index.flatten().to(value.device)
-        buffer = self.captured.held(site, step)
-        if site == "P":  # [document, head, query, key]
-            if buffer is None:
-                buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
-            for document, start in zip(value, part.index[:, 0].tolist(), strict=True):
-                context, at = divmod(start, part.length)
-                buffer[context, :, at : at + len(document[0]), at : at + len(document[0])] = document
-        else:
-            if buffer is None:
-                fill = float("nan") if value.is_floating_point() else 0
-                buffer = value.new_full((part.contexts, part.length, *value.shape[2:]), fill)
-            buffer.flatten(0, 1)[flat] = value.flatten(0, 1)
-        self.captured.store(site, step, buffer)
+        if self.step is not None and not _recomputing():
+            self.adapted.place(self.captured, site, self.step, value, self.shape)
 
 
 def _recomputing() -> bool:

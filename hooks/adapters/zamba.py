@@ -58,7 +58,7 @@ class Zamba(Family):
                 "sum of writes": _SHARED,
                 "attn_write": _SHARED,
                 "moe_write": _SHARED,
-                **dict.fromkeys(("router", "experts", "gates"), NO_ROUTER),
+                **NO_ROUTER,
             },
             absent=dict.fromkeys(_ON_BLOCK_ONLY, mambas),
             notes=(

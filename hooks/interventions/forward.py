@@ -34,8 +34,22 @@ class Forward:
     offset: int = 0
     reference: SiteValues | None = None
     """The same tokens through the same model without these interventions, where one of them needs it."""
+    earlier: SiteValues | None = None
+    """Values of steps before the first one that runs."""
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(site, step) -> the value there in this forward, after its interventions."""
+
+    def value(self, site: str, step: Step) -> Tensor:
+        """What a step that has run had at a site.
+
+        Raises:
+            InputError: it didn't run here, and nobody kept its value.
+        """
+        if (site, step.index) in self.values:
+            return self.values[site, step.index]
+        if self.earlier is None:
+            raise InputError(f"{step} doesn't run here: pass its values as intervene(..., earlier=captured)")
+        return self.earlier.at(site, step.index)
 
     @cached_property
     def segments(self) -> Segments:
@@ -68,6 +82,8 @@ class Forward:
                 )
             return self.start_keys == positions
         if callable(choice) and not isinstance(choice, Tensor):
+            if bool((self.tokens < 0).any()):
+                raise InputError("run_steps knows no token ids to choose by: choose positions, or call the model")
             choice = choice(self.tokens)
         if isinstance(choice, Tensor):
             if choice.shape != self.tokens.shape or choice.dtype != torch.bool:

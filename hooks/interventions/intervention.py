@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, TokenChoice, numbers
+from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, numbers
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.kernels.errors import InputError
@@ -103,6 +103,14 @@ class Intervention:
     """The visit of the same layer and the same forward whose value it reads."""
     needs_reference: bool = False
     """Whether it reads the run without these interventions."""
+    values: SiteValues | None = None
+    """Another run whose values it puts in, looked up before anything is changed: a lazy one runs then."""
+
+    def prepare(self, plan: ExecutionPlan) -> None:
+        """Raises InputError: the other run has no value there."""
+        if self.values is not None:
+            for step in self.place.steps(plan):
+                self.values.at(self.place.site, step.index)
 
     def stored(self, plan: ExecutionPlan) -> set[tuple[str, int]]:
         """(site, step) of the values of the same forward that it reads.

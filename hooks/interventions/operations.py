@@ -78,12 +78,13 @@ def replace(
 ) -> Intervention:
     """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
 
-    def change(old: Tensor, at: At) -> Tensor:
-        if isinstance(value, (int, float, Tensor)):
-            return torch.as_tensor(value)
-        return value.at(at.site, at.step.index)
-
-    return Intervention("replace", Place.of(site, layer, visit, head, token, expert), change)
+    place = Place.of(site, layer, visit, head, token, expert)
+    if isinstance(value, (int, float, Tensor)):
+        constant = torch.as_tensor(value)
+        return Intervention("replace", place, lambda old, at: constant)
+    if not hasattr(value, "at"):
+        raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
+    return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
 
 
 def mean(
@@ -177,7 +178,7 @@ def take(
         place = dataclasses.replace(place, after=source)
 
     def change(value: Tensor, at: At) -> Tensor:
-        return value if at.step.visit == source else at.forward.values[site, at.plan.step(at.step.layer, source).index]
+        return value if at.step.visit == source else at.forward.value(site, at.plan.step(at.step.layer, source))
 
     return Intervention("take", place, change, source=source)
 

@@ -87,7 +87,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def weights_sha256(folder: Path) -> str:
     """Of `model.safetensors`, as bytes."""
-    with _existing(Path(folder), "model.safetensors").open("rb") as file:
+    return sha256_of(_existing(Path(folder), "model.safetensors"))
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's bytes."""
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 
-from visitlens.hooks.loop_plan import Step, VisitPair
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.drawing import (
     HEAD_MARGIN,
@@ -27,7 +26,7 @@ from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import LIGHT, Style, Theme, escape
 from visitlens.probe.measure import StatArray
-from visitlens.probe.opened import step_label
+from visitlens.probe.tables import label_text
 
 _AXIS_TITLES = {
     "layer": LAYER_AXIS,
@@ -84,15 +83,6 @@ def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> NotebookFigure:
         title=title_block(theme, stat.measure.title, _subtitle(stat)),
     )
     return NotebookFigure(figure)
-
-
-def label_text(label: Any) -> str:
-    """A label for an axis: `3·2` is layer 3 at visit 2, `3: 1→2` its visits 1 and 2."""
-    if isinstance(label, Step):
-        return step_label(label)
-    if isinstance(label, VisitPair):
-        return f"{label.layer}: {label.earlier.visit}→{label.later.visit}"
-    return " → ".join(map(str, label)) if isinstance(label, tuple) else str(label)
 
 
 def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> go.Figure:

@@ -1,4 +1,4 @@
-"""Writes the model card of a trained checkpoint from its `config.json` and `training.json`.
+"""Writes the model card of the bundled pair from `config.json` and `training.json`.
 
 python -m visitlens.probe.ladder.card assets/models/smelt > assets/models/smelt/README.md
 """
@@ -63,11 +63,8 @@ a document. Both models of the pair saw the same sequences.
 
 AdamW (0.9, 0.95), weight decay {recipe["weight_decay"]}, peak rate {recipe["learning_rate"]}, {recipe["warmup_tokens"]:,} tokens of warm-up, then constant, cosine decay over the last
 {recipe["decay_share"]:.0%}; {recipe["batch"]} contexts per update, gradients clipped to {recipe["clip"]}, load-balance loss {config.load_balance_coef}, router z loss {config.router_z_coef}; seed {recipe["seed"]}.
-{training["core_seconds"]:,} seconds of one CPU core. {training.get("notes", "")}With the corpus and its tokenizer at hand:
-
-    python -m visitlens.probe.ladder.train --config config.json --corpus CORPUS --tokenizer tokenizer.json --out RUN \\
-        --tokens {recipe["tokens"]} --learning-rate {recipe["learning_rate"]} --batch {recipe["batch"]} --seed {recipe["seed"]} \\
-        --late-dyck-from {recipe["late_dyck_from"]} --whole-documents-until {recipe["whole_documents_until"]}
+{training["core_seconds"]:,} seconds of one CPU core. {training.get("notes", "")}The training code of then, with its change of order and of the
+Dyck share midway, is `probe/ladder/train.py` in the commit that added these weights; `visitlens ladder run` is what trains a configuration now.
 
 ## What it learnt
 

@@ -127,10 +127,11 @@ class Corpus:
 
 
 def prepare(
-    source: Path | Iterable[Document],
+    source: Path | str | Iterable[Document],
     tokenizer_file: Path,
     out: Path,
     *,
+    field: str = "text",
     bos: str | None = None,
     eos: str | None = None,
     validation_share: float = 0.05,
@@ -138,7 +139,13 @@ def prepare(
 ) -> Corpus:
     """Tokenises text into `out` (a folder), or opens it where that was done from the same source before.
 
-    `source`: what `read_documents` takes, or documents. With `max_tokens`, reading stops after so many tokens a file.
+    What is no document (bad lines, invalid UTF-8, text without a token) is left out and counted in `report["skipped"]`.
+
+    Args:
+        source: what `read_documents` takes, with the text in `field`; or documents.
+        bos: the token that leads each document, where it hasn't one of the usual names; `eos` likewise.
+        validation_share: of documents, where files don't say which split they are.
+        max_tokens: reading stops after so many tokens a file.
 
     Raises:
         InputError: no document has a token, all of them fell into one split, or the tokenizer lacks BOS or EOS.
@@ -148,7 +155,7 @@ def prepare(
     tokenizer = load_tokenizer(tokenizer_file)
     special = SpecialTokens.of(tokenizer, bos, eos)
     asked = {
-        "source": str(source.resolve()) if isinstance(source, Path) else "documents",
+        "source": str(source) if isinstance(source, Path | str) else "documents",
         "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
         "special": vars(special),
         "validation_share": validation_share,
@@ -163,7 +170,7 @@ def prepare(
     out.mkdir(parents=True, exist_ok=True)
     skipped: Counter[str] = Counter()
     writers = {split: _Writer(out, split) for split in SPLITS}
-    for split, documents in _sources(source, skipped):
+    for split, documents in _sources(source, field, skipped):
         taken = 0
         while texts := list(islice(documents, 256)):
             for document, encoding in zip(
@@ -192,16 +199,17 @@ def prepare(
 
 
 def _sources(
-    source: Path | Iterable[Document], skipped: Counter[str]
+    source: Path | str | Iterable[Document], field: str, skipped: Counter[str]
 ) -> Iterator[tuple[str | None, Iterator[Document]]]:
     """(split or None, documents) of each file."""
-    if not isinstance(source, Path):
+    if not isinstance(source, Path | str):
         yield None, iter(source)
         return
-    named = sorted(f for split in SPLITS for f in source.glob(f"*.{split}.*")) if source.is_dir() else []
+    folder = Path(source)
+    named = sorted(f for split in SPLITS for f in folder.glob(f"*.{split}.*")) if folder.is_dir() else []
     for file in named or [source]:
-        split = next((s for s in SPLITS if f".{s}." in file.name), None)
-        yield split, read_documents(file)
+        split = next((s for s in SPLITS if f".{s}." in Path(file).name), None)
+        yield split, read_documents(file, field=field, skipped=skipped)
 
 
 def _fraction(ids: np.ndarray) -> float:

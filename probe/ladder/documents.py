@@ -11,7 +11,9 @@ import gzip
 import hashlib
 import json
 import lzma
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, UnavailableError
 
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_COMPRESSED = (".gz", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -33,56 +35,181 @@ class Document:
     source: str = ""
 
 
-def read_documents(path: Path) -> Iterator[Document]:
-    """From a JSONL file (.jsonl, .jsonl.gz, .jsonl.xz; one object with `text` a line), a .txt or .md file (one
-    document), or a folder of them.
+def read_documents(path: Path | str, *, field: str = "text", skipped: Counter[str] | None = None) -> Iterator[Document]:
+    """From JSON lines (.jsonl, also .gz, .xz, .zst; one object with `text` a line), Parquet (a row each), a .txt or .md
+    file (one document), a folder of them, or a Hugging Face dataset: a folder that `save_to_disk` wrote, or streamed by
+    the name `hf:NAME[:CONFIG][@SPLIT]` (NAME on the hub or a local folder; split `train` by default).
+
+    Args:
+        field: the name of the text's field or column; `category` and `source` are read where they exist.
+        skipped: counts what is no document (by reason) and goes on; without it the first such thing is an error.
 
     Raises:
-        InputError: nothing readable there, a line that is no object with `text`, invalid UTF-8.
+        InputError: nothing readable there; a line or row without text, invalid UTF-8.
+        UnavailableError: a package that this format needs isn't installed.
     """
+    bad = _Bad(skipped)
+    if str(path).startswith("hf:"):
+        yield from _from_hub(str(path).removeprefix("hf:"), field, bad)
+        return
     path = Path(path)
+    if path.is_dir() and any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        yield from _from_disk(path, field, bad)
+        return
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and _kind(f))
         if not files:
-            raise InputError(f"{path}: found no .txt, .md or .jsonl file")
+            raise InputError(f"{path}: found no .txt, .md, .jsonl or .parquet file")
         for file in files:
-            yield from read_documents(file)
+            yield from read_documents(file, field=field, skipped=skipped)
         return
     if not path.is_file():
-        raise InputError(f"{path}: no such file or folder; expected text (.txt, .md) or JSON lines (.jsonl, .gz, .xz)")
+        raise InputError(
+            f"{path}: no such file or folder; expected text (.txt, .md), JSON lines (.jsonl, .gz, .xz, .zst) or .parquet"
+        )
     kind = _kind(path)
     if not kind:
-        raise InputError(f"{path}: expected .txt, .md, .jsonl, .jsonl.gz or .jsonl.xz")
-    try:
-        if kind == "text":
-            yield Document(path.read_text(encoding="utf-8"), source=path.name)
-            return
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _from_json(line, f"{path}:{number}")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise InputError(f"{path}: a damaged or truncated archive ({error}); copy or fetch it again") from error
+        raise InputError(f"{path}: expected .txt, .md, .parquet or .jsonl (also .gz, .xz, .zst)")
+    if kind == "parquet":
+        yield from _from_parquet(path, field, bad)
+    elif kind == "text":
+        if (text := _decoded(path.read_bytes(), str(path), bad)) is not None:
+            yield Document(text, source=path.name)
+    else:
+        yield from _from_lines(path, field, bad)
+
+
+class _Bad:
+    """What to do about something that is no document: count it, or raise."""
+
+    def __init__(self, skipped: Counter[str] | None) -> None:
+        self._skipped = skipped
+
+    def __call__(self, reason: str, message: str, cause: Exception | None = None) -> None:
+        if self._skipped is None:
+            raise InputError(message) from cause
+        self._skipped[reason] += 1
 
 
 def _kind(path: Path) -> str:
     if path.suffix in (".txt", ".md"):
         return "text"
-    name = path.name.removesuffix(path.suffix) if path.suffix in _OPENERS else path.name
+    if path.suffix == ".parquet":
+        return "parquet"
+    name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
     return "json" if name.endswith((".jsonl", ".ndjson")) else ""
 
 
-def _from_json(line: str, where: str) -> Document:
+def _from_lines(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
+    damage: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, lzma.LZMAError)
+    if path.suffix == ".zst":
+        damage += (_needed("zstandard").ZstdError,)
     try:
-        data = json.loads(line)
-        text = data["text"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{where}: expected a JSON object with a 'text' field ({error!r})") from error
-    if not isinstance(text, str):
-        raise InputError(f"{where}: 'text' must be a string, got {type(text).__name__}")
-    return Document(text, str(data.get("category", "")), str(data.get("source", "")))
+        with _lines(path) as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path}:{number}"
+                if line.strip() and (text := _decoded(line, where, bad)) is not None:
+                    try:
+                        row = json.loads(text)
+                    except json.JSONDecodeError as error:
+                        row = error
+                    yield from _from_row(row, field, where, bad)
+    except damage as error:
+        raise InputError(f"{path}: a damaged or truncated archive ({error}); copy or fetch it again") from error
+
+
+def _lines(path: Path) -> AbstractContextManager[Iterable[bytes]]:
+    if path.suffix == ".zst":
+        return nullcontext(_zstandard_lines(path))
+    return {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")
+
+
+def _zstandard_lines(path: Path) -> Iterator[bytes]:
+    """Frame by frame: the package's own stream reader takes a truncated file for a whole one."""
+    zstandard = _needed("zstandard")
+    frame, open_frame, line = zstandard.ZstdDecompressor().decompressobj(), False, b""
+    with path.open("rb") as file:
+        while data := file.read(1 << 20):
+            while data:
+                *lines, line = (line + frame.decompress(data)).split(b"\n")
+                yield from lines
+                data, open_frame = frame.unused_data, not frame.eof
+                if frame.eof:
+                    frame = zstandard.ZstdDecompressor().decompressobj()
+    if open_frame:
+        raise EOFError("the last frame has no end")
+    yield line
+
+
+def _decoded(data: bytes, where: str, bad: _Bad) -> str | None:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        bad("not UTF-8", f"{where}: not UTF-8 text ({error.reason} at byte {error.start})", error)
+        return None
+
+
+def _from_row(row: Any, field: str, where: str, bad: _Bad) -> Iterator[Document]:
+    """The document of a line or row, or none."""
+    if not isinstance(row, dict) or field not in row:
+        got = (
+            f"{row!r}"
+            if isinstance(row, Exception)
+            else f"{type(row).__name__} {sorted(row) if isinstance(row, dict) else ''}"
+        )
+        bad("no object with text", f"{where}: expected a JSON object with a {field!r} field, got {got}")
+    elif not isinstance(row[field], str):
+        bad("text is no string", f"{where}: {field!r} must be a string, got {type(row[field]).__name__}")
+    else:
+        yield Document(row[field], str(row.get("category") or ""), str(row.get("source") or ""))
+
+
+def _from_parquet(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
+    parquet, arrow = _needed("pyarrow.parquet"), _needed("pyarrow")
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [c for c in (field, "category", "source") if c in file.schema_arrow.names]
+            if field not in columns:
+                raise InputError(f"{path}: expected a column {field!r} among {', '.join(file.schema_arrow.names)}")
+            number = 0
+            for batch in file.iter_batches(1024, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield from _from_row(row, field, f"{path}, row {number}", bad)
+    except arrow.ArrowInvalid as error:
+        raise InputError(f"{path}: not a readable Parquet file ({error})") from error
+
+
+def _from_hub(name: str, field: str, bad: _Bad) -> Iterator[Document]:
+    datasets = _needed("datasets")
+    name, _, split = name.partition("@")
+    name, _, config = name.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
+    except (OSError, ValueError) as error:  # not found, not reachable, no such split or configuration
+        raise InputError(f"hf:{name}: not a dataset that can be loaded ({error})") from error
+    yield from _from_dataset(rows, field, f"hf:{name}", bad)
+
+
+def _from_disk(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
+    stored = _needed("datasets").load_from_disk(str(path))
+    for rows in stored.values() if isinstance(stored, dict) else (stored,):
+        yield from _from_dataset(rows, field, str(path), bad)
+
+
+def _from_dataset(rows: Iterable[Any], field: str, where: str, bad: _Bad) -> Iterator[Document]:
+    for number, row in enumerate(rows, 1):
+        yield from _from_row(row, field, f"{where}, row {number}", bad)
+
+
+def _needed(module: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise UnavailableError(f"this text needs {package}: pip install 'visitlens[data]'") from error
 
 
 def encode(texts: Sequence[str], tokenizer: Any, bos: int, eos: int) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ out/grid.json                   the cells so far, as `visitlens.probe.grid.Grid`
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan
 from visitlens.probe.ladder.train import Cadence, Recipe, train
 
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "training.json")
 JobProgress = Callable[[str, int, int, float], None]
 """Called with a model's name, tokens done, tokens in all, the last loss."""
 
@@ -68,18 +70,20 @@ def jobs_of(
     Raises:
         InputError: a cell that the plan doesn't have.
     """
-    vocabulary = vocabulary_size(corpus)
-    special = {f"{name}_token_id": value for name, value in vars(corpus.special).items()}
     cadence = Cadence(dyck_prompts=plan.dyck_prompts)
     jobs = []
     for round_ in range(horizons or plan.horizons):
         for cell in chosen_cells(plan, cells):
             recipe = Recipe.of(
-                tokens or cell.scale.tokens, horizons=horizons or plan.horizons, seed=seed, batch=plan.batch
+                tokens or cell.scale.tokens,
+                horizons=horizons or plan.horizons,
+                seed=seed,
+                batch=plan.batch,
+                learning_rate=plan.learning_rate,
             )
             recipe = replace(recipe, horizons=recipe.horizons[: round_ + 1])
             for side in ("baseline", "looped"):
-                config = replace(getattr(cell, side), vocab_size=vocabulary, **special)
+                config = adapted(getattr(cell, side), corpus)
                 name = f"{cell.name} {side}"
                 jobs.append(Job(name, config, recipe, corpus.folder, out / cell.name / side, cadence))
     return jobs
@@ -100,10 +104,12 @@ def _named(cell: CellPlan, name: str) -> bool:
     return name in (cell.name, cell.scale.name, f"S{cell.level}")
 
 
-def vocabulary_size(corpus: Corpus) -> int:
+def adapted(config: LoopedMoEConfig, corpus: Corpus) -> LoopedMoEConfig:
+    """With the vocabulary and special tokens of the corpus's tokenizer."""
     from visitlens.hooks.models.checkpoint import load_tokenizer
 
-    return load_tokenizer(corpus.tokenizer_file).get_vocab_size()
+    special = {f"{name}_token_id": value for name, value in vars(corpus.special).items()}
+    return replace(config, vocab_size=load_tokenizer(corpus.tokenizer_file).get_vocab_size(), **special)
 
 
 def train_grid(
@@ -145,3 +151,27 @@ def write_grid(plan: GridPlan, out: Path) -> Grid:
 def finished_horizons(run: Path) -> set[int]:
     """Tokens at which a run's finished branches end."""
     return {int(file.parent.name.removeprefix("tokens-")) for file in run.glob("tokens-*/training.json")}
+
+
+def export_grid(folder: Path, out: Path) -> Grid:
+    """Copies a grid's checkpoints (`out/44K-S85/looped/`) and its `grid.json`, without runs' states and metrics.
+
+    Raises:
+        InputError: no grid in `folder`, or `out` is not empty.
+    """
+    grid = Grid.read(folder)
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty; choose another folder")
+    cells = []
+    for cell in grid.cells:
+        copies = {side: out / cell.name / side for side in SIDES}
+        for side, copy in copies.items():
+            if (source := getattr(cell, side)) is None:
+                raise InputError(f"{folder}: the {side} model of cell {cell.name} is gone; train it again")
+            copy.mkdir(parents=True)
+            for name in CHECKPOINT_FILES:
+                shutil.copyfile(source / name, copy / name)
+        cells.append(replace(cell, **copies))
+    exported = replace(grid, cells=tuple(cells))
+    exported.write(out)
+    return exported

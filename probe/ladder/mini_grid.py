@@ -51,7 +51,7 @@ class CellPlan:
 @dataclass(frozen=True)
 class GridPlan:
     """Scales and levels, the context length, the mean document of the FLOPs (weighted by tokens, in that context),
-    contexts per update, decay branches, and Dyck prompts per number of shots in the evaluation."""
+    contexts per update, peak rate, decay branches, and Dyck prompts per number of shots in the evaluation."""
 
     name: str
     scales: tuple[Scale, ...]
@@ -59,6 +59,7 @@ class GridPlan:
     context: int
     mean_document: int
     batch: int
+    learning_rate: float
     horizons: int
     dyck_prompts: int
 
@@ -104,28 +105,30 @@ def _pair(scale: Scale, level: str, context: int, mean_document: int) -> tuple[L
 MINI = GridPlan(
     "mini",
     (
-        Scale("44K", 32, 4, 2, 12, 8, 4, (1, 3), tokens=1_200_000),
-        Scale("136K", 44, 6, 3, 12, 12, 6, (1, 4), tokens=900_000),
-        Scale("263K", 64, 6, 3, 12, 12, 8, (2, 6), tokens=750_000),
-        Scale("1.1M", 104, 6, 3, 18, 40, 8, (2, 6), tokens=600_000),
+        Scale("44K", 32, 4, 2, 12, 8, 4, (1, 3), tokens=450_000),
+        Scale("136K", 44, 6, 3, 12, 12, 6, (1, 4), tokens=360_000),
+        Scale("263K", 64, 6, 3, 12, 12, 8, (2, 6), tokens=300_000),
+        Scale("1.1M", 104, 6, 3, 18, 40, 8, (2, 6), tokens=300_000),
     ),
     ("0", "85", "95", "97"),
     context=512,
-    mean_document=350,
-    batch=4,
+    mean_document=280,
+    batch=1,
+    learning_rate=8e-3,
     horizons=3,
-    dyck_prompts=200,
+    dyck_prompts=100,
 )
 NANO = GridPlan(
     "nano",
     (
-        Scale("38K", 20, 4, 2, 6, 16, 4, (1, 3), tokens=60_000),
-        Scale("49K", 28, 4, 2, 12, 12, 4, (1, 3), tokens=60_000),
+        Scale("24K", 16, 4, 2, 6, 12, 4, (1, 3), tokens=40_000),
+        Scale("49K", 28, 4, 2, 12, 12, 4, (1, 3), tokens=40_000),
     ),
     ("0", "85"),
     context=384,
-    mean_document=250,
-    batch=2,
+    mean_document=210,
+    batch=1,
+    learning_rate=1e-2,
     horizons=1,
     dyck_prompts=20,
 )

@@ -10,6 +10,7 @@ from typing import Any
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.kernels.errors import CheckpointError
 from visitlens.probe.ladder.budget import Budget, Ratios, dense_control, sparsity
+from visitlens.probe.ladder.match import Candidate
 from visitlens.probe.ladder.mini_grid import GridPlan
 from visitlens.probe.ladder.paper_grid import budget_row, paper_grid
 
@@ -167,6 +168,28 @@ def config_table(row: dict[str, Any]) -> str:
         )
 
     return table(("budget", "value"), [(title, text(name)) for name, title in names.items() if name in row])
+
+
+def candidates_table(candidates: Sequence[Candidate]) -> str:
+    """Of `match`: sizes, the three ratios, and the largest deviation in units of its tolerance."""
+    header = (
+        "hidden",
+        "heads",
+        "KV heads",
+        "head dim",
+        "experts",
+        "expert dim",
+        "FLOPs x",
+        "total x",
+        "KV x",
+        "residual",
+    )
+    rows = []
+    for found in candidates:
+        c = found.config
+        sizes = (c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim, c.num_experts, c.expert_dim)
+        rows.append((*sizes, *(f"{r:.3f}" for r in found.ratios), f"{found.residual:.2f}"))
+    return table(header, rows)
 
 
 def short(value: float) -> str:

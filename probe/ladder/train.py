@@ -34,15 +34,19 @@ Progress = Callable[[int, int, float], None]
 """Called with tokens done, tokens to do in all, and the last loss."""
 
 
+MAX_EPOCHS = 4.0
+"""Text read more often teaches much less than new text."""
+
+
 @dataclass(frozen=True)
 class Cadence:
     """What doesn't change the result: how often to log and save, how much to validate on."""
 
-    log_updates: int = 10
-    checkpoint_updates: int = 100
-    checkpoint_tokens: int = 2_000
+    log_updates: int = 20
+    checkpoint_updates: int = 150
+    checkpoint_tokens: int = 1_000
     """Validation tokens per category at a checkpoint."""
-    final_tokens: int = 20_000
+    final_tokens: int = 8_000
     """The same at the end of a branch."""
     dyck_prompts: int = 200
 
@@ -55,13 +59,21 @@ def train(
     *,
     device: str = "cpu",
     cadence: Cadence = Cadence(),
+    max_epochs: float = MAX_EPOCHS,
     on_progress: Progress = lambda done, total, loss: None,
 ) -> list[Path]:
     """Trains every branch that isn't finished; the checkpoint folders, by horizon.
 
     Raises:
+        InputError: the corpus would be read more than `max_epochs` times, or has another vocabulary than the model.
         VisitlensError: the loss is no longer finite (the last checkpoint is kept), or `out` holds another run.
     """
+    epochs = recipe.horizons[-1] * (1 - recipe.dyck_share) / corpus.train.num_tokens
+    if epochs > max_epochs:
+        raise InputError(
+            f"{recipe.horizons[-1]:,} tokens would read the corpus of {corpus.train.num_tokens:,} tokens {epochs:.1f} times; "
+            f"add text, train on fewer tokens, or allow more than {max_epochs:g} epochs"
+        )
     return _Run(config, recipe, corpus, out, device, cadence, on_progress).finish()
 
 

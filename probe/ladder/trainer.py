@@ -112,7 +112,7 @@ class Trainer:
         """One update, on the stable run or on the branch to `horizon`.
 
         Raises:
-            VisitlensError: a loss or gradient that is not finite; nothing was updated.
+            VisitlensError: a loss, and so a gradient, that is not finite; nothing was updated.
         """
         began = time.process_time()
         rate = self.recipe.rate_at(self.seen, horizon)
@@ -124,7 +124,7 @@ class Trainer:
         loss.total.backward()
         self._gradients_to_weights()
         norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.recipe.clip)
-        if not torch.isfinite(norm + loss.total.detach()):  # the norm is the same in every process
+        if not torch.isfinite(norm):  # the same in every process
             raise VisitlensError(
                 f"the loss is {float(loss.total.detach())}, its gradient {float(norm)} after {self.seen:,} tokens: training has diverged. The last checkpoint is kept; try a lower learning rate"
             )

@@ -118,10 +118,19 @@ def wide(value: Tensor) -> Tensor:
     return value if value.dtype == torch.float64 else value.float()
 
 
-def rms(value: Tensor) -> Tensor:
-    """||x|| / sqrt(size) over the last axis; NaN for an infinite one, so that no ratio with it is a number."""
-    size = wide(value).norm(dim=-1) * value.shape[-1] ** -0.5
-    return size.masked_fill(size.isinf(), float("nan"))
+def rms(norm: Tensor, width: int) -> Tensor:
+    """||x|| / sqrt(width); NaN for an infinite one, so that no ratio with it is a number."""
+    return (norm * width**-0.5).masked_fill(norm.isinf(), float("nan"))
+
+
+def update_rms(values: StepValues, geometry: Geometry) -> Tensor:
+    """[token, step] of the updates, attention write + MoE write."""
+    return rms(values.update_products.diagonal(dim1=1, dim2=2).sqrt(), geometry.hidden_size)
+
+
+def site_rms(values: StepValues, geometry: Geometry, site: str) -> Tensor:
+    """[token, step] of a site as wide as the residual stream."""
+    return rms(stack([values.norm(site, s) for s in range(len(geometry.plan))]), geometry.hidden_size)
 
 
 def routed(values: StepValues, step: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from visitlens.kernels.set_overlap import shared_weight
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
 
@@ -30,14 +31,11 @@ class GateOverlap(Statistic):
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         overlaps = []
         for pair in geometry.plan.pairs:
-            same = values.site("experts", pair.earlier.index).unsqueeze(2) == values.site(
-                "experts", pair.later.index
-            ).unsqueeze(1)
+            experts = [values.site("experts", s.index) for s in (pair.earlier, pair.later)]
             gates = (wide(values.site("gates", s.index)) for s in (pair.earlier, pair.later))
-            earlier, later = (
-                g / g.sum(-1, keepdim=True) for g in gates
-            )  # some models scale theirs, or don't normalise
-            overlap = (torch.minimum(earlier.unsqueeze(2), later.unsqueeze(1)) * same).sum((1, 2))
+            # some models scale theirs, or don't normalise
+            earlier, later = (g / g.sum(-1, keepdim=True) for g in gates)
+            overlap = shared_weight(experts[0], earlier, experts[1], later, geometry.num_experts)
             good = (earlier.isfinite() & later.isfinite()).all(-1)
             overlaps.append(overlap.masked_fill(~good, float("nan")))
         return {"gate_overlap": TokenValues(torch.stack(overlaps, dim=1))}

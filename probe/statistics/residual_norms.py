@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, rms, stack, wide
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -38,9 +38,7 @@ class ResidualNorms(Statistic):
     stored = frozenset({"resid_rms", "update_rms", "relative_update", "attn_write_rms", "moe_write_rms"})
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        steps = range(len(geometry.plan))
-        resid = stack([rms(values.site("resid", s)) for s in steps])
-        update = stack([rms(wide(values.site("attn_write", s)) + wide(values.site("moe_write", s))) for s in steps])
+        resid, update = site_rms(values, geometry, "resid"), update_rms(values, geometry)
         result = {"resid_rms": resid, "update_rms": update, "relative_update": update / resid}
         plain = {
             "attn_write_rms": "attn_write",
@@ -48,5 +46,5 @@ class ResidualNorms(Statistic):
             "norm_output_attn_rms": "X",
             "norm_output_moe_rms": "moe_in",
         }
-        result |= {name: stack([rms(values.site(site, s)) for s in steps]) for name, site in plain.items()}
+        result |= {name: site_rms(values, geometry, site) for name, site in plain.items()}
         return {name: TokenValues(value) for name, value in result.items()}

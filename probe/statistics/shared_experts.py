@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from visitlens.kernels.set_overlap import shared_count
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, routed
 
@@ -40,7 +41,7 @@ class SharedExperts(Statistic):
         counts, good = [], []
         for pair in geometry.plan.pairs:
             earlier, later = values.site("experts", pair.earlier.index), values.site("experts", pair.later.index)
-            counts.append((earlier.unsqueeze(2) == later.unsqueeze(1)).sum((1, 2)))
+            counts.append(shared_count(earlier, later, geometry.num_experts))
             good.append(routed(values, pair.earlier.index) & routed(values, pair.later.index))
         shared, bad = torch.stack(counts, dim=1).cpu(), ~torch.stack(good, dim=1)
         histogram = torch.nn.functional.one_hot(shared, geometry.experts_per_token + 1).double()

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from visitlens.hooks.loop_plan import VisitPair
+from visitlens.kernels.vector_geometry import inner, norms
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
 from visitlens.probe.statistics.names import KV_STAGES, Q_STAGES, STAGES
 
 if TYPE_CHECKING:
@@ -54,19 +55,19 @@ class StageCosine(Statistic):
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         def parts(pair: VisitPair, stage: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            """Dot product and both squared norms, by head where there are heads: the whole vector's are their sums."""
-            site = "attn_write" if stage == "O" else stage
-            a, b = (wide(values.site(site, step.index)) for step in (pair.earlier, pair.later))
-            return (a * b).sum(-1), (a * a).sum(-1), (b * b).sum(-1)
+            """Inner product and both norms, by head where there are heads."""
+            site, (a, b) = "attn_write" if stage == "O" else stage, (pair.earlier.index, pair.later.index)
+            return inner(values.site(site, a), values.site(site, b)), values.norm(site, a), values.norm(site, b)
 
         def cosine(dot: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return dot / (a.sqrt() * b.sqrt())
+            return dot / (a * b)
+
+        def of_all_heads(dot: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return cosine(dot, a, b) if dot.ndim == 1 else cosine(dot.sum(-1), norms(a), norms(b))
 
         pairs = geometry.plan.pairs
         by_stage = [{stage: parts(pair, stage) for stage in STAGES} for pair in pairs]
-        whole = [
-            [cosine(*(p if p.ndim == 1 else p.sum(-1) for p in found[stage])) for stage in STAGES] for found in by_stage
-        ]
+        whole = [[of_all_heads(*found[stage]) for stage in STAGES] for found in by_stage]
         q_heads = [[cosine(*found[stage]) for stage in Q_STAGES] for found in by_stage]
         kv_heads = [[cosine(*found[stage]) for stage in KV_STAGES] for found in by_stage]
         results = {"stage_cosine": whole, "stage_cosine_heads": q_heads, "stage_cosine_kv_heads": kv_heads}

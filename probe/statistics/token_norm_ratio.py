@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, rms, wide
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 from visitlens.probe.statistics.names import COMPONENTS
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class TokenNormRatio(Statistic):
     looped_only = True
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        def norms(step: int) -> torch.Tensor:
-            attn, moe = wide(values.site("attn_write", step)), wide(values.site("moe_write", step))
-            parts = (attn + moe, attn, moe, values.site("X", step), values.site("moe_in", step))
-            return torch.stack([rms(part) for part in parts], dim=1)
-
-        ratios = [norms(pair.later.index) / norms(pair.earlier.index) for pair in geometry.plan.pairs]
-        return {"token_norm_ratio": TokenValues(torch.stack(ratios, dim=1))}
+        sites = ("attn_write", "moe_write", "X", "moe_in")
+        sizes = [update_rms(values, geometry), *(site_rms(values, geometry, site) for site in sites)]
+        components = torch.stack(sizes, dim=-1)  # [token, step, component]
+        earlier, later = (
+            [getattr(pair, which).index for pair in geometry.plan.pairs] for which in ("earlier", "later")
+        )
+        return {"token_norm_ratio": TokenValues(components[:, later] / components[:, earlier])}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
+from visitlens.kernels.vector_geometry import cosines
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, wide
+from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -28,9 +27,4 @@ class UpdateCosine(Statistic):
     needs: ClassVar = {"update_cosine": WRITES}
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        first = wide(values.site("attn_write", 0))
-        units = first.new_empty(first.shape[0], len(geometry.plan), first.shape[1])  # one copy of all updates, no more
-        for step in range(len(geometry.plan)):
-            update = wide(values.site("attn_write", step)) + wide(values.site("moe_write", step))
-            units[:, step] = update / update.norm(dim=-1, keepdim=True)
-        return {"update_cosine": TokenValues(torch.bmm(units, units.transpose(1, 2)))}
+        return {"update_cosine": TokenValues(cosines(values.update_products))}

@@ -20,10 +20,18 @@ _EXPORTS = {
     "LoopSpec": "visitlens.hooks.loop_plan",
     "StatArray": "visitlens.probe.measure",
     "VisitlensError": "visitlens.kernels.errors",
+    "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture",
-    "load_model": "visitlens.hooks.models.checkpoint",
+    "from_nnsight": "visitlens.hooks.sources.nnsight",
+    "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
+    "load_model": "visitlens.hooks.loading",
     "open": "visitlens.probe.opened",
     "record": "visitlens.probe.run",
+    "Sample": "visitlens.probe.samples",
+    "do": "visitlens.hooks.intervene",
+    "experiment": "visitlens.probe.experiment",
+    "intervene": "visitlens.hooks.intervene",
+    "load": "visitlens.probe.notebook",
 }
 
 

@@ -31,6 +31,7 @@ from visitlens.hooks.intervene import (
     zero,
 )
 from visitlens.hooks.interventions.forward import Forward
+from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, VisitlensError
@@ -379,6 +380,11 @@ def test_run_with_hooks_works_inside(looped, text) -> None:
         (lambda: skip(), "skip what"),
         (lambda: knock_out_sink("keep"), "renormalise"),
         (lambda: "V", "expected interventions"),
+        (lambda: replace("V", "V"), "a capture or a run"),
+        (
+            lambda: replace("V", Captured(LoopSpec(4, range(1, 3), 2).plan(), ("V",))),
+            "run the model inside the capture",
+        ),
     ],
 )
 def test_what_matches_nothing_or_fits_nowhere_is_one_clear_error(make, said, looped, text) -> None:

@@ -256,6 +256,18 @@ def test_kill_9_in_the_middle_loses_and_doubles_nothing(
     assert_whole(resume(path), unbroken, text)
 
 
+def test_a_handful_of_kills_at_random_instants_lose_nothing() -> None:
+    """The benchmark does it sixty times; a reader looks on meanwhile."""
+    script = Path(__file__).parents[2] / "benchmarks" / "crash.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(visitlens.__file__).parents[1])}
+    command = [sys.executable, str(script), "--kills", "5", "--seed", "3"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert found["kills"] == 5 and found["acknowledged_shards_checked"] > 0
+    assert (found["acknowledged_shards_lost"], found["wrong"]) == (0, 0)
+
+
 def test_a_disk_that_refuses_a_shard_gives_one_error_and_keeps_the_rest(
     start_child, resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
 ) -> None:

@@ -146,3 +146,26 @@ def test_a_token_does_not_depend_on_the_others_of_its_batch(implementation: str)
     whole = grouped_experts(x, experts, gates, w_in, w_out, implementation)
     alone = grouped_experts(x[4:5], experts[4:5], gates[4:5], w_in, w_out, implementation)
     torch.testing.assert_close(whole[4:5], alone, atol=1e-6 if dtype == torch.float32 else 1e-14, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["grouped", "loop"])
+def test_an_expert_that_there_is_not_is_refused(implementation: str) -> None:
+    """grouped_mm would take its rows, compute nothing for them and make up their gradients."""
+    x, experts, gates, w_in, w_out = problem(6, 16, 8, 5, 2, torch.float32)
+    experts[3, 1] = 5
+    with pytest.raises(InputError, match=r"experts in 0\.\.4, got 5"):
+        grouped_experts(x, experts, gates, w_in, w_out, implementation)
+
+
+def test_gradients_do_not_depend_on_what_memory_held() -> None:
+    """Twice the same from dirty memory, most experts empty: no row is left to chance."""
+    case = problem(40, 16, 8, 60, 2, torch.float32, "some")
+    results = []
+    for fill in (0.0, math.nan):
+        dirt = [torch.full((n,), fill) for n in (640, 1280, 2560, 15360)]
+        del dirt
+        leaves = [t.clone().requires_grad_() for t in (case[0], *case[2:])]
+        out = grouped_experts(leaves[0], case[1], *leaves[1:], "grouped")
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two) and two.isfinite().all()

@@ -430,7 +430,7 @@ def test_every_figure_draws_for_one_two_and_three_visits(make_live: Callable[...
         live = make_live(visits)
         run = live.run("ab")
         assert len(attention_maps(run, 1, 0, None, LIGHT).data) == (1 if visits == 1 else 3)
-        assert lens_map(run, LIGHT).data and scan_map(live.scan(run), run, LIGHT).data
+        assert lens_map(run, LIGHT).data and scan_map(live.scan(run), LIGHT).data
         if visits > 1:
             assert head_grid(run, None, LIGHT).data
     assert visit_choices(run.plan, 1) == [(1,), (2,), (3,), (1, 2, 3)] and visit_choices(run.plan, 0) == [(1,)]

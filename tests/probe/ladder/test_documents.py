@@ -6,16 +6,21 @@ import gzip
 import hashlib
 import json
 import lzma
+import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, UnavailableError
 from visitlens.probe.ladder.documents import Document, Packer, encode, pack, read_documents
 
 BOS, EOS, PAD = 0, 1, 2
@@ -24,7 +29,11 @@ LINES = [{"text": "one", "category": "code", "source": "a.py"}, {"text": "zwei �
 
 def write_lines(path: Path, lines: list) -> Path:
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    compress: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress}
+    compress: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress,
+        ".xz": lzma.compress,
+        ".zst": zstandard.ZstdCompressor().compress,
+    }
     path.write_bytes(compress.get(path.suffix, bytes)(data))
     return path
 
@@ -32,7 +41,7 @@ def write_lines(path: Path, lines: list) -> Path:
 # Reading
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
 def test_json_lines_are_one_document_each(name: str, tmp_path: Path) -> None:
     assert list(read_documents(write_lines(tmp_path / name, LINES))) == [
         Document("one", "code", "a.py"),
@@ -54,6 +63,66 @@ def test_a_folder_is_its_text_files_in_order_of_their_paths(tmp_path: Path) -> N
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     write_lines(tmp_path / "a.jsonl.xz", [{"text": "zeroth"}])
     assert [d.text for d in read_documents(tmp_path)] == ["zeroth", "first", "third"]
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", [{"text": "one", "category": "code"}, {"text": "zwei äöü"}] * 1000)
+    documents = list(read_documents(file))
+    assert len(documents) == 2000
+    assert documents[:2] == [Document("one", "code"), Document("zwei äöü")]
+    other = write_parquet(tmp_path / "b.parquet", [{"content": "x"}])
+    assert list(read_documents(other, field="content")) == [Document("x")]
+    with pytest.raises(InputError, match=r"b\.parquet: expected a column 'text' among content"):
+        list(read_documents(other))
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(InputError, match=r"c\.parquet: not a readable Parquet file"):
+        list(read_documents(tmp_path / "c.parquet"))
+
+
+def test_a_hugging_face_dataset_is_streamed_or_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+    texts = ["one", "two", "three"]
+    (tmp_path / "hub").mkdir()
+    write_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet", [{"text": t} for t in texts])
+    write_parquet(tmp_path / "hub" / "test-00000-of-00001.parquet", [{"text": "held out"}])
+    assert [d.text for d in read_documents(f"hf:{tmp_path / 'hub'}")] == texts
+    assert [d.text for d in read_documents(f"hf:{tmp_path / 'hub'}@test")] == ["held out"]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "disk")
+    assert [d.text for d in read_documents(tmp_path / "disk")] == texts
+    datasets.DatasetDict({"a": datasets.Dataset.from_dict({"text": ["x"]})}).save_to_disk(tmp_path / "dict")
+    assert [d.text for d in read_documents(tmp_path / "dict")] == ["x"]
+    with pytest.raises(InputError, match=r"hf:.*hub: not a dataset that can be loaded"):
+        list(read_documents(f"hf:{tmp_path / 'hub'}@nowhere"))
+
+
+def test_bad_lines_are_counted_by_reason_when_asked(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "good"}',
+        b"{",
+        b'{"text": null}',
+        b'{"text": "caf\xe9"}',
+        b'{"content": "x"}',
+        b'{"text": "too"}',
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    write_parquet(tmp_path / "c.parquet", [{"text": "three"}, {"text": None}])
+    skipped: Counter[str] = Counter()
+    assert [d.text for d in read_documents(tmp_path, skipped=skipped)] == ["good", "too", "three"]
+    assert skipped == {"no object with text": 2, "text is no string": 2, "not UTF-8": 2}
+
+
+def test_a_package_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_lines(tmp_path / "a.jsonl.zst", LINES)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UnavailableError, match=r"this text needs zstandard: pip install 'visitlens\[data\]'"):
+        list(read_documents(file))
 
 
 def test_blank_lines_are_skipped(tmp_path: Path) -> None:
@@ -82,11 +151,11 @@ def test_a_bad_line_is_named_by_file_and_number(line: str, message: str, tmp_pat
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
 def test_text_that_is_not_utf8_is_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}')
-    with pytest.raises(InputError, match=rf"{name}: not UTF-8 text \(.* at byte 13\)"):
+    with pytest.raises(InputError, match=rf"{name}(:1)?: not UTF-8 text \(.* at byte 13\)"):
         list(read_documents(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst"])
 @pytest.mark.parametrize("damage", ["truncated", "garbage"])
 def test_a_damaged_archive_is_refused_by_name(name: str, damage: str, tmp_path: Path) -> None:
     file = write_lines(tmp_path / name, LINES * 50)
@@ -100,9 +169,9 @@ def test_what_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone\.txt: no such file or folder; expected text"):
         list(read_documents(tmp_path / "gone.txt"))
     (tmp_path / "a.csv").write_text("1,2")
-    with pytest.raises(InputError, match=r"a\.csv: expected \.txt, \.md, \.jsonl"):
+    with pytest.raises(InputError, match=r"a\.csv: expected \.txt, \.md, \.parquet or \.jsonl"):
         list(read_documents(tmp_path / "a.csv"))
-    with pytest.raises(InputError, match=r"found no \.txt, \.md or \.jsonl file"):
+    with pytest.raises(InputError, match=r"found no \.txt, \.md, \.jsonl or \.parquet file"):
         list(read_documents(tmp_path))
 
 

@@ -1,0 +1,93 @@
+"""`visitlens experiment`: intervene on a model and say what each part of each visit is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from visitlens.app.console import comma_separated, loading, progress_bar, warnings_once
+from visitlens.kernels.errors import InputError
+
+
+def experiment(
+    name: Annotated[str, typer.Argument(help="Which experiment; see --list.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the bundled looped model by default.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text; the bundled held-out sample by default.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Stop after the context in which this token falls.")] = 8192,
+    dyck: Annotated[int, typer.Option(help="Instead of text: so many Dyck prompts for each number of shots.")] = 0,
+    shots: Annotated[str, typer.Option(help="With --dyck: comma-separated numbers of shots.")] = "0,1,2,4,8",
+    set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the experiment, as name=value.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the JSON to this file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
+) -> None:
+    """Intervene on a model: what each part of each visit is worth."""
+    with loading("torch"):
+        from visitlens.probe import experiment as experiments
+        from visitlens.probe.tables import as_text
+    if list_:
+        for known in experiments.registered():
+            takes = ", ".join(experiments.options(known))
+            typer.echo(f"{known:<18} {experiments.question(known)}" + (f"  [--set {takes}]" if takes else ""))
+        return
+    if not name:
+        raise InputError("name an experiment: visitlens experiment NAME; --list shows them")
+    experiments.find(name)
+    if dyck < 0:
+        raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
+    chosen = dict(_option(name, text) for text in set_ or [])
+    with loading("the model"):
+        from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
+        from visitlens.probe.bundled import PAIR, SAMPLE
+        from visitlens.probe.samples import Sample
+
+        folder = model or PAIR["looped"]
+        native, tokenizer = load_model(folder, dtype, device), load_tokenizer(folder)
+        if dyck:
+            counts = [_value(part) for part in comma_separated(shots)]
+            sample = Sample.of_dyck(tokenizer, native.config, prompts=dyck, shots=counts)
+        else:
+            sample = Sample.of_text(text or SAMPLE, tokenizer, native.config, max_tokens=max_tokens)
+    with progress_bar() as progress, warnings_once():
+        task = progress.add_task(name, total=None)
+        results = experiments.experiment(
+            name,
+            native,
+            sample,
+            **chosen,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if out is not None:
+        out.write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
+        typer.echo(out)
+    if json_:
+        typer.echo(json.dumps(results.to_dict()))
+    elif out is None:
+        typer.echo(repr(sample))
+        for stat in results.values():
+            typer.echo(as_text(stat))
+
+
+def _option(name: str, text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"expected --set name=value, got {text!r}")
+    return key.strip(), _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    """A number, several (`1,2,4`), or the text."""
+    parts = comma_separated(text)
+    if len(parts) > 1:
+        return tuple(_value(part) for part in parts)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

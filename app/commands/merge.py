@@ -1,0 +1,18 @@
+"""`visitlens merge`: recordings of the same model and options as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def merge(
+    recordings: Annotated[list[Path], typer.Argument(help="Two recordings or more, of one configuration.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The merged recording.")],
+) -> None:
+    """Merge recordings of one configuration: parts of one run, or runs over different text."""
+    from visitlens.hooks.merge import merge as join
+
+    typer.echo(join(recordings, out))

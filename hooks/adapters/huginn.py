@@ -1,0 +1,87 @@
+"""Huginn (remote code): prelude, a core block that runs `steps` times, coda; a post-norm sandwich in every layer.
+
+The state that the loop starts from is random: here it is drawn from `seed`, by the model's own rule, once for all positions,
+so that a document has the same start alone, packed, or token by token. Each loop re-enters through an adapter over [state,
+prelude output]. Its code ignores attention masks, so padding isn't to be trusted; documents run unpadded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
+from visitlens.kernels.errors import InputError
+
+SANDWICH = "a norm lies on the stream after each addition, so writes don't add up to the next residual"
+
+
+class Huginn(Family):
+    """`steps` loops (the model's mean by default), from the initial state of `seed`."""
+
+    model_types = ("huginn_raven",)
+    attention_calls = "sdpa"
+
+    def __init__(self, steps: int | None = None, seed: int = 0) -> None:
+        if steps is not None and steps < 1:
+            raise InputError(f"expected at least 1 loop, got {steps}")
+        self.steps, self.seed = steps, seed
+        self._state: torch.Tensor | None = None
+
+    def body(self, model: Any) -> Any:
+        return model
+
+    def anatomy(self, model: Any) -> Anatomy:
+        self.steps = self.steps or int(model.config.mean_recurrence)
+        self.call = {"use_cache": False, "num_steps": self.steps}
+        reads = (
+            Read("resid", "", "input", name="x"),
+            Read("X", "norm_1"),
+            Read("attn_write", "attn"),
+            Read("moe_in", "norm_3"),
+            Read("moe_write", "mlp"),
+        )
+        parts = [[f"transformer.{part}.{i}" for i in range(len(model.transformer[part]))] for part in _PARTS]
+        prelude, core, _ = (len(part) for part in parts)
+        paths = [path for part in parts for path in part]
+        order = [*range(prelude), *[*range(prelude, prelude + core)] * self.steps, *range(prelude + core, len(paths))]
+        return Anatomy(
+            tuple(Layer((path,), reads, attention="attn") for path in paths),
+            tuple(order),
+            missing={"sum of writes": SANDWICH, **NO_ROUTER},
+            notes=(
+                f"{self.steps} loops; the initial state is drawn with seed {self.seed}, the same at a position of every document",
+                "each loop re-enters through a linear adapter over [state, prelude output]",
+                "attention masks are ignored by the model's code: padding would move logits",
+            ),
+        )
+
+    def start(self, model: Any, tokens: torch.Tensor, position: int = 0) -> dict[str, Any]:
+        if self._state is None or self._state.device != tokens.device:
+            like = next(model.parameters())
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                zeros = torch.zeros(1, model.config.block_size, model.config.n_embd, dtype=like.dtype)
+                self._state = model.initialize_state(zeros).to(tokens.device)
+        state = self._state[:, position : position + tokens.shape[1]]
+        return {"input_states": state.expand(len(tokens), -1, -1)}
+
+    def sizes(self, model: Any) -> dict[str, Any]:
+        config = model.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        d = config.n_embd // heads
+        ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {
+            "vocab_size": config.padded_vocab_size,
+            "hidden_size": config.n_embd,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": d,
+            "value_dim": d,
+            "context_length": config.block_size,
+            **{name: value or 0 for name, value in ids.items()},
+        }
+
+
+_PARTS = ("prelude", "core_block", "coda")

@@ -1,0 +1,165 @@
+"""Generation, captured: the sites of every prompt token and every generated token, by visit.
+
+A generated token is a forward of its own, in which a looped layer runs all its visits: so a value belongs to (token, visit),
+and generating 4 tokens at r = 2 makes 8 calls of a looped layer and no third visit. The cached run is held against one
+forward over the whole text: a cache that mixes visits up is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.sites import SITES
+from visitlens.kernels.errors import InputError, PlanError
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+_HALF_PRECISION = 5e-2
+"""Relative to the site's largest value; roundings may flip an expert of a token here and there."""
+
+
+@dataclass(frozen=True)
+class TokenLabel:
+    """Whose value it is. `generated` counts generated tokens from 0, None in the prompt (`phase` "prefill")."""
+
+    position: int
+    phase: str
+    generated: int | None
+    step: Step
+
+
+@dataclass(frozen=True)
+class CapturedGeneration:
+    """`tokens [context, position]`: the prompt and what was generated; `values[site][step]` is [context, position, ...]."""
+
+    plan: ExecutionPlan
+    tokens: Tensor
+    prompt_length: int
+    values: dict[str, dict[int, Tensor]]
+
+    def get(self, site: str, layer: int, visit: int, generated: int | None = None) -> Tensor:
+        """[context, position, ...] of a site at one visit; of one generated token, [context, ...].
+
+        Raises:
+            InputError: a site that wasn't captured, no such visit or generated token.
+        """
+        if site not in self.values:
+            raise InputError(f"no site {site!r}; captured are {', '.join(self.values)}")
+        step = self.plan.step(layer, visit).index
+        if step not in self.values[site]:
+            raise InputError(f"{self.plan.steps[step]} has no site {site!r}")
+        value = self.values[site][step]
+        if generated is None:
+            return value
+        new = self.tokens.shape[1] - self.prompt_length
+        if not 0 <= generated < new:
+            raise InputError(f"no generated token {generated}: there are {new}, counted from 0")
+        return value[:, self.prompt_length + generated]
+
+    def labels(self) -> Iterator[TokenLabel]:
+        """By position, then step."""
+        for position in range(self.tokens.shape[1]):
+            new = position - self.prompt_length
+            phase, generated = ("decode", new) if new >= 0 else ("prefill", None)
+            for step in self.plan.steps:
+                yield TokenLabel(position, phase, generated, step)
+
+
+@torch.no_grad()
+def capture_generation(
+    model: LoopedMoE | AdaptedModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    sites: Iterable[str],
+    *,
+    check: bool = True,
+) -> CapturedGeneration:
+    """Continues prompts [context, position] of equal length greedily, keeping the sites of every token, by visit.
+
+    `check` runs the whole text once more without a cache and compares.
+
+    Raises:
+        InputError: a site that the model doesn't have, or an attention map; a model that has no cache.
+        PlanError: the model leaves its plan, or its cached generation isn't the full forward.
+    """
+    sites = tuple(sites)
+    if "P" in sites:
+        raise InputError("attention maps of a generation grow with each token: capture them over the generated text")
+    if prompt.ndim != 2 or prompt.numel() == 0 or max_new_tokens < 1:
+        raise InputError(f"expected a prompt [context, position] and at least 1 new token, got {tuple(prompt.shape)}")
+    decode = _decoder(model)
+    parts: dict[str, dict[int, list[Tensor]]] = {site: {} for site in sites}
+    tokens, new = prompt, prompt
+    with capture(model, sites) as captured:
+        for generated in range(max_new_tokens + 1):  # the last token's own states are kept too
+            logits = decode(new, tokens.shape[1] - new.shape[1])
+            for site, step, value in _values(captured, model.plan):
+                parts[site].setdefault(step, []).append(value)
+            if generated < max_new_tokens:
+                new = logits[:, -1].argmax(-1, keepdim=True)
+                tokens = torch.cat([tokens, new], dim=1)
+    values = {site: {step: torch.cat(p, dim=1) for step, p in steps.items()} for site, steps in parts.items()}
+    result = CapturedGeneration(model.plan, tokens, prompt.shape[1], values)
+    if check:
+        _compare(model, result)
+    return result
+
+
+def _values(captured: Captured, plan: ExecutionPlan) -> Iterator[tuple[str, int, Tensor]]:
+    for site in captured.sites:
+        for step in plan.steps:
+            value = captured.held(site, step.index)
+            if value is not None:
+                yield site, step.index, value
+
+
+def _decoder(model: LoopedMoE | AdaptedModel) -> Callable[[Tensor, int], Tensor]:
+    """Logits of new tokens from a position on, with the past in a cache."""
+    if isinstance(model, LoopedMoE):
+        native = model.new_cache()
+
+        def decode_native(new: Tensor, position: int) -> Tensor:
+            logits = model(new, cache=native)
+            assert logits is not None
+            return logits
+
+        return decode_native
+    held: dict[str, Any] = {}
+
+    def decode(new: Tensor, position: int) -> Tensor:
+        options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
+        result = model.model(new, **options)
+        cache = getattr(result, "cache", None)
+        if cache is None:
+            raise InputError(
+                f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
+            )
+        held["cache"] = cache
+        return model.family.logits(result)
+
+    return decode
+
+
+def _compare(model: LoopedMoE | AdaptedModel, generation: CapturedGeneration) -> None:
+    """Against one forward over all tokens. A cache that mixes visits spoils every token; a flipped expert spoils few."""
+    sites = [site for site in generation.values if site != "experts"]
+    with capture(model, sites) as captured:
+        model(generation.tokens, return_type="none")
+    for site, step, whole in _values(captured, generation.plan):
+        cached = generation.values[site][step]
+        limit = _TOLERANCE.get(whole.dtype, _HALF_PRECISION) * whole.abs().amax().clamp(min=1e-30)
+        off = ((cached - whole).flatten(2).abs().amax(-1) > limit)[:, generation.prompt_length :]
+        if float(off.float().mean()) > 0.5:
+            raise PlanError(
+                f"cached generation isn't the full forward: {SITES[site].title} at {generation.plan.steps[step]} differs at "
+                f"{int(off.sum())} of {off.numel()} generated tokens. The model's cache may share keys between visits; record the "
+                "generated text instead, or pass check=False"
+            )

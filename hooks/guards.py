@@ -1,0 +1,207 @@
+"""Guards: what must hold of an adapted model before its numbers mean anything, checked on a few tokens; and what its own
+packing, padding and caching settings get wrong, measured.
+
+The first group fails or passes. The second is why visitlens runs documents one by one: it is reported, not relied on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.sites import SITES
+
+_NEAR = 1e-3  # of the largest value: roundings differ between shapes of a batch
+
+
+@dataclass(frozen=True)
+class Guard:
+    """`ok` is None where the model doesn't allow the check, or where the result is a fact about it and no condition."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
+    """Every guard, on token ids [1, position], at least 8.
+
+    Raises:
+        PlanError: the model leaves its plan.
+    """
+    with torch.no_grad():
+        return [
+            _observation(model, tokens),
+            _writes(model, tokens),
+            _rows(model, tokens),
+            _documents(model, tokens),
+            _caching(model, tokens),
+            *_own_packing(model, tokens),
+            *_own_padding(model, tokens),
+        ]
+
+
+def _observe(model: AdaptedModel, sites: list[str], tokens: Tensor, segments: Tensor | None = None) -> Captured:
+    with capture(model, [site for site in sites if site not in model.config.missing]) as captured:
+        model(tokens, segments, return_type="none")
+    return captured
+
+
+def _steps(model: AdaptedModel, site: str) -> list[int]:
+    absent = model.absent_steps().get(site, {})
+    return [step.index for step in model.plan.steps if step.index not in absent]
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest difference, in units of the largest value."""
+    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
+
+
+def _logits(model: AdaptedModel, tokens: Tensor, **options: Any) -> Tensor:
+    result = model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options})
+    return model.family.logits(result)
+
+
+def _observation(model: AdaptedModel, tokens: Tensor) -> Guard:
+    plain = model(tokens)
+    with capture(model, [site for site in SITES if site not in model.config.missing and site != "P"]):
+        seen = model(tokens)
+    same = plain is not None and seen is not None and torch.equal(plain, seen)
+    return Guard(
+        "observation", same, "logits are bit-identical under observation" if same else "logits change when observed"
+    )
+
+
+def _writes(model: AdaptedModel, tokens: Tensor) -> Guard:
+    if why := model.config.missing.get("sum of writes"):
+        return Guard("writes", None, why)
+    captured = _observe(model, ["resid", "attn_write", "moe_write"], tokens)
+    outputs: list[Tensor] = []
+
+    def keep(_: Any, __: Any, out: Any) -> None:
+        outputs.append(out[0] if isinstance(out, tuple) else out)
+
+    paths = [path for layer in model.anatomy.layers for path in layer.modules]
+    handles = [model.body.get_submodule(path).register_forward_hook(keep) for path in paths]
+    model(tokens, return_type="none")
+    for handle in handles:
+        handle.remove()
+    worst = max(
+        _difference(sum((captured.at(site, s) for site in ("attn_write", "moe_write")), captured.at("resid", s)), out)
+        for s, out in enumerate(outputs)
+    )
+    return Guard("writes", worst < _NEAR, f"residual in + writes = residual out, within {worst:.1e} of its size")
+
+
+def _rows(model: AdaptedModel, tokens: Tensor) -> Guard:
+    """Rows formed from Q and K by the model's rule, against the context that the model computed: P V = PV."""
+    captured = _observe(model, ["Q", "K", "V", "P", "PV"], tokens)
+    groups = model.config.num_heads // model.config.num_kv_heads
+    worst, future, largest = 0.0, False, 0.0
+    for step in _steps(model, "P"):
+        p, v = captured.at("P", step), captured.at("V", step).repeat_interleave(groups, dim=2)
+        worst = max(worst, _difference((p @ v.transpose(1, 2)).transpose(1, 2), captured.at("PV", step)))
+        largest = max(largest, float(p.sum(-1).max()))
+        future |= captured.rules[step].causal and bool(p.triu(1).any())
+    ok = worst < _NEAR and not future and largest < 1 + _NEAR
+    return Guard(
+        "attention rows", ok, f"sum to at most 1, none on future keys, P V = PV within {worst:.1e} of its size"
+    )
+
+
+def _documents(model: AdaptedModel, tokens: Tensor) -> Guard:
+    half = tokens.shape[1] // 2
+    segments = (torch.arange(tokens.shape[1]) >= half).long().unsqueeze(0)
+    together, first, second = model(tokens, segments), model(tokens[:, :half]), model(tokens[:, half:])
+    assert together is not None and first is not None and second is not None
+    worst = max(_difference(together[:, :half], first), _difference(together[:, half:], second))
+    return Guard("documents", worst < _NEAR, f"a document among others is the document alone, within {worst:.1e}")
+
+
+def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
+    if not getattr(model.model, "can_generate", lambda: False)():
+        return Guard("cached generation", None, "the model doesn't generate")
+    full = _observe(model, ["resid", "Q", "K"], tokens)
+    sites, start = full.sites, tokens.shape[1] // 2
+    worst, place, cache = 0.0, "", None
+    with capture(model, sites) as captured:
+        for first, last in [(0, start), *((i, i + 1) for i in range(start, tokens.shape[1]))]:
+            options = {} if cache is None else {"cache": cache}
+            state = model.family.start(model.model, tokens[:, first:last], first)
+            result = model.model(tokens[:, first:last], **{**model.family.call, "use_cache": True, **state, **options})
+            cache = getattr(result, "cache", None)
+            if cache is None:
+                return Guard("cached generation", None, "the model returns no cache")
+            for site in sites:
+                for step in _steps(model, site):
+                    off = _difference(captured.at(site, step), full.at(site, step)[:, first:last])
+                    if off > worst:
+                        worst, place = off, f"{site} at {model.plan.steps[step]}, token {first}"
+    at = f", at most at {place}" if worst else ""
+    return Guard("cached generation", worst < 10 * _NEAR, f"equals the full prefill within {worst:.1e}{at}")
+
+
+def _own_packing(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
+    """How far the model's own settings for packed documents let the first document into the second."""
+    half = tokens.shape[1] // 2
+    rest = tokens.shape[1] - half
+    positions = torch.cat([torch.arange(half), torch.arange(rest)]).unsqueeze(0)
+    other = tokens.clone()
+    other[:, :half] = tokens[:, :half].flip(-1)
+    settings: dict[str, dict[str, Any]] = {
+        "position ids, no cache, no mask": {"position_ids": positions, "use_cache": False},
+        "position ids, default cache": {"position_ids": positions, "use_cache": True},
+        "position ids, all-ones mask": {
+            "position_ids": positions,
+            "use_cache": False,
+            "attention_mask": torch.ones_like(tokens),
+        },
+    }
+    found = []
+    for name, options in settings.items():
+        options = {k: v for k, v in options.items() if k != "use_cache" or "use_cache" in model.family.call}
+        leak = _measured(lambda o=options: _difference(*(_logits(model, t, **o)[:, half:] for t in (other, tokens))))
+        said = leak if isinstance(leak, str) else ("leaks" if leak > 1e-6 else "doesn't leak")
+        size = (
+            ""
+            if isinstance(leak, str)
+            else f" (another first document moves the second's logits by {leak:.1e} of their size)"
+        )
+        found.append(Guard(f"own packing: {name}", None, said + size))
+    return found
+
+
+def _own_padding(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
+    """How far padding with a mask moves the logits of real tokens."""
+    pad = torch.full((1, 3), model.config.pad_token_id)
+    plain = _logits(model, tokens)
+    found = []
+    for side in ("right", "left"):
+        parts = (tokens, pad) if side == "right" else (pad, tokens)
+        mask = torch.cat([torch.full_like(part, int(part is tokens)) for part in parts], dim=1)
+        real = slice(0, tokens.shape[1]) if side == "right" else slice(3, None)
+
+        def moved(parts: tuple[Tensor, ...] = parts, mask: Tensor = mask, real: slice = real) -> float:
+            return _difference(_logits(model, torch.cat(parts, dim=1), attention_mask=mask)[:, real], plain)
+
+        shift = _measured(moved)
+        said = shift if isinstance(shift, str) else f"moves the logits of real tokens by {shift:.1e} of their size"
+        found.append(Guard(f"own padding: {side}", None, said))
+    return found
+
+
+def _measured(measure: Callable[[], float]) -> float | str:
+    """The number, or why the model's own setting isn't to be had: it may raise anything."""
+    try:
+        return measure()
+    except (TypeError, ValueError, RuntimeError, IndexError, NotImplementedError, AttributeError) as error:
+        return f"not to be had ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"

@@ -1,0 +1,193 @@
+"""Recordings of one configuration as one: parts of the same run, or runs of one model over different text. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from visitlens.hooks import schema
+from visitlens.hooks.gate import passed
+from visitlens.hooks.ledger import read_shard, write_caches
+from visitlens.hooks.recording import Recording, check_entry, first_overlap
+from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.shards import check_room, commit, sole_writer
+from visitlens.kernels.errors import InputError, RecordingError
+
+import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
+import numpy as np
+
+
+def merge(paths: list[Path], out: Path) -> Path:
+    """Writes the recordings at `paths`, in this order, as one at `out`.
+
+    Parts of one run (copied from several machines) keep their tokens' places and may share shards. Runs over different
+    text follow one another: tokens, contexts and segments are renumbered, documents and groups added.
+
+    Raises:
+        InputError: fewer than two, or `out` exists.
+        RecordingError: another model, dtype, options or measures; parts that overlap.
+    """
+    if len(paths) < 2 or out.exists():
+        raise InputError(f"{out}: exists; choose another path" if out.exists() else "expected two recordings or more")
+    parts = [Recording(path) for path in paths]
+    for part in parts[1:]:
+        _same_configuration(parts[0], part)
+    check_room(out.absolute().parent, sum(shard["bytes"] for part in parts for shard in part.shards))
+    partial = out.with_name(out.name + ".merging")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with sole_writer(partial):
+            (partial / schema.SHARDS).mkdir()
+            one_run = len({part.run["config_sha256"] for part in parts}) == 1
+            _union(parts, partial) if one_run else _sequence(parts, partial)
+        (partial / "writer.lock").unlink()
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _same_configuration(one: Recording, two: Recording) -> None:
+    differ = [
+        key
+        for key in sorted(one.run["config"].keys() | two.run["config"].keys())
+        if key != "data_sha256" and one.run["config"].get(key) != two.run["config"].get(key)
+    ]
+    if differ:
+        raise RecordingError(f"{one.path} and {two.path} are of another configuration: {', '.join(differ)} differ")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A shard of `part`, its entry there and in the merged recording, and where that part's document groups begin."""
+
+    part: Recording
+    old: dict[str, Any]
+    new: dict[str, Any]
+    first_group: int = 0
+
+
+def _union(parts: list[Recording], out: Path) -> None:
+    """Shards of one text, each where it is; the same range twice counts once."""
+    places: dict[tuple[int, int], tuple[Recording, dict[str, Any]]] = {}
+    for part in parts:
+        for entry in part.shards:
+            places.setdefault((entry["context_start"], entry["context_count"]), (part, entry))
+    chosen = [places[key] for key in sorted(places)]
+    if overlap := first_overlap([entry for _, entry in chosen]):
+        raise RecordingError(f"{overlap[0]} and {overlap[1]} overlap without being the same: they can't be merged")
+    jobs = [_Job(part, entry, _renamed(entry, seq)) for seq, (part, entry) in enumerate(chosen)]
+    _write(out, parts[0].run, jobs)
+
+
+def _sequence(parts: list[Recording], out: Path) -> None:
+    """One text after another. Groups by hash are the same in all; where a document is a group of its own, they line up."""
+    for part in parts:
+        if not part.complete:
+            raise RecordingError(f"{part.path}: unfinished; finish it before it is merged with other text")
+    run = _joined_run(parts)
+    by_hash = all(part.documents > run["config"]["options"]["groups"] for part in parts)
+    grouped = {name for part in parts for name, t in part.totals.items() if t.total.shape[0] > 1} or set(
+        parts[0].totals
+    )
+    jobs: list[_Job] = []
+    token = context = group = 0
+    for part in parts:
+        for old in part.shards:
+            new = _renamed(old, len(jobs))
+            new |= {"token_start": token + old["token_start"], "context_start": context + old["context_start"]}
+            jobs.append(_Job(part, old, new, group))
+        token += part.run["tokens"]
+        context += sum(entry["context_count"] for entry in part.shards)
+        group += max(totals.total.shape[0] for totals in part.totals.values())
+    _write(out, run, jobs, {} if by_hash else dict.fromkeys(grouped, group), renumber=True)
+
+
+def _joined_run(parts: list[Recording]) -> dict[str, Any]:
+    first = parts[0]
+    hashes = "".join(part.run["config"]["data_sha256"] for part in parts)
+    config = dict(first.run["config"], data_sha256=hashlib.sha256(hashes.encode()).hexdigest())
+    warnings = dict.fromkeys(str(warning) for part in parts for warning in part.provenance.get("warnings", ()))
+    provenance = {
+        **first.provenance,
+        "text": ", ".join(dict.fromkeys(str(part.provenance.get("text")) for part in parts)),
+        "merged": [part.run["run_uuid"] for part in parts],
+        "warnings": list(warnings),
+    }
+    return {
+        **first.run,
+        "run_uuid": str(uuid.uuid4()),
+        "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "config": config,
+        "tokens": sum(part.run["tokens"] for part in parts),
+        "documents": sum(part.documents for part in parts),
+        "provenance": provenance,
+    }
+
+
+def _renamed(entry: dict[str, Any], seq: int) -> dict[str, Any]:
+    return dict(entry, name=f"w00-{seq:06d}.h5", worker=0, seq=seq)
+
+
+def _write(
+    out: Path, run: dict[str, Any], jobs: list[_Job], groups: dict[str, int] | None = None, renumber: bool = False
+) -> None:
+    """`groups`: how many a measure gets where they line up; `renumber`: segments go on from recording to recording."""
+    entries: list[dict[str, Any]] = []
+    totals: dict[str, GroupTotals] = {}
+    first_segment, last_segment, before = 0, -1, jobs[0].part
+    for job in jobs:
+        if renumber and job.part is not before:
+            first_segment, before = last_segment + 1, job.part
+        last_segment = max(last_segment, _copy(job, run, out, first_segment, groups or {}))
+        shard = read_shard(out / schema.SHARDS / job.new["name"], trusted=True)
+        entries.append(shard.entry)
+        schema.add_totals(totals, shard.totals)
+    write_caches(out, run, entries, totals)
+
+
+def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups: dict[str, int]) -> int:
+    """Commits a shard under its new numbers; returns the last segment in it."""
+    old, new, last, buffer = job.old, job.new, -1, io.BytesIO()
+    with (
+        passed(job.part.path / schema.SHARDS / old["name"]) as gated,
+        h5py.File(buffer, "w", libver=schema.LIBVER) as file,
+    ):
+        check_entry(gated, job.part.run, old)
+        for name, array in gated.arrays.items():
+            if name.startswith("summary/"):
+                continue
+            if name == "tokens/segment":
+                segments = gated.read(name) + np.uint32(first_segment)
+                last = int(segments.max(initial=0))
+                file.create_dataset(name, data=segments, chunks=array.chunk, **schema.TEXT_FILTERS)
+                continue
+            folder, _, leaf = name.rpartition("/")
+            gated.file.copy(gated.file[name], file.require_group(folder), leaf)
+            if "token_start" in file[name].attrs:
+                moved = int(file[name].attrs["token_start"]) + new["token_start"] - old["token_start"]
+                file[name].attrs["token_start"] = np.int64(moved)
+        totals = schema.read_totals(gated).items()
+        schema.write_totals(file, {name: _at(t, job.first_group, groups.get(name)) for name, t in totals})
+        numbers = {name: new[name] for name in schema.SHARD_NUMBERS if name != "complete"}
+        schema.write_header(file, run, {**numbers, "complete": 1})
+    commit(out / schema.SHARDS / new["name"], buffer.getbuffer())
+    return last
+
+
+def _at(totals: GroupTotals, first: int, groups: int | None) -> GroupTotals:
+    """A recording's groups at their place among those of all; None: the groups are the same ones."""
+    if groups is None:
+        return totals
+    placed = []
+    for array in (totals.total, totals.count):
+        wide = np.zeros((groups, *array.shape[1:]))
+        wide[first : first + len(array)] = array
+        placed.append(wide)
+    return GroupTotals(totals.attributes, *placed, totals.left_out, totals.non_finite)

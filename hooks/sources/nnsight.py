@@ -1,0 +1,142 @@
+"""nnsight as a source: the inputs and outputs of a model's modules, by visit, from one trace; local or remote.
+
+`tracer.cache()` keeps every call of a module in order and says nothing of visits. The family's adapter says which modules
+are which sites and how often each layer runs, so the calls are labelled, and counted against the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visitlens.hooks.adapters.adapt import adapt
+from visitlens.hooks.adapters.family import Family, Read
+from visitlens.hooks.capture import Captured
+from visitlens.hooks.document_model import DocumentModel
+from visitlens.hooks.sites import SITES
+from visitlens.kernels.errors import InputError, PlanError
+
+_INSIDE = (
+    "nnsight's cache keeps inputs and outputs of modules, and this lies inside one; visitlens.adapt reads it locally"
+)
+
+
+class NNsightModel(DocumentModel):
+    """An nnsight model by visit. With `remote`, traces run where nnsight's `remote=True` runs them."""
+
+    def __init__(self, lm: Any, family: Family | None = None, *, remote: bool = False) -> None:
+        adapted = adapt(lm._model if hasattr(lm, "_model") else lm._module, family)
+        self.lm, self.family, self.anatomy, self.remote = lm, adapted.family, adapted.anatomy, remote
+        self._weights, self.plan = adapted.model, adapted.plan
+        self._prefix = next(name for name, module in adapted.model.named_modules() if module is adapted.body)
+        reads = {read.site for layer in self.anatomy.layers for read in layer.reads}
+        inside = {site: _INSIDE for site in SITES if site not in reads}
+        self.config = replace(
+            adapted.config,
+            missing={**inside, **adapted.config.missing},
+            notes=(*adapted.config.notes, "read through nnsight: inputs and outputs of modules"),
+        )
+        self._captured: Captured | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self._weights.parameters()
+
+    @contextmanager
+    def observing(self, captured: Captured) -> Iterator[None]:
+        before, self._captured = self._captured, captured
+        try:
+            yield
+        finally:
+            self._captured = before
+
+    def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
+        options = {**self.family.call, **self.family.start(self._weights, documents)}
+        where = {"remote": True} if self.remote else {}
+        captured = self._captured
+        paths = [] if captured is None else sorted(self._watched(captured))
+        modules = [self._envoy(path) for path in paths]
+        with torch.no_grad():
+            if not modules:
+                with self.lm.trace(documents, **options, **where):
+                    result = self.lm.output.save()
+            else:
+                with self.lm.trace(documents, **options, **where) as tracer:
+                    cache = tracer.cache(modules=modules, include_inputs=True)
+                    result = self.lm.output.save()
+                if captured is not None:
+                    self._label(
+                        captured, {p: _calls(cache, m.path) for p, m in zip(paths, modules, strict=True)}, documents
+                    )
+        if return_type == "none":
+            return None
+        return self.family.logits(result)
+
+    def _watched(self, captured: Captured) -> dict[str, None]:
+        """Paths of the modules that hold the wanted sites, and of the layers, whose calls are counted."""
+        watched: dict[str, None] = {}
+        for layer in self.anatomy.layers:
+            for path in layer.modules:
+                watched[path] = None
+                for read in layer.reads:
+                    if read.site in captured.sites:
+                        watched[".".join(p for p in (path, read.module) if p)] = None
+        return watched
+
+    def _envoy(self, path: str) -> Any:
+        found = self.lm
+        for name in [part for part in (*self._prefix.split("."), *path.split(".")) if part]:
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+        return found
+
+    def _label(self, captured: Captured, calls: Mapping[str, list[tuple[Any, Any]]], documents: Tensor) -> None:
+        if self.part is None or self.part.first:
+            captured.clear()
+        for number, layer in enumerate(self.anatomy.layers):
+            steps = [step for step in self.plan.steps if step.layer == number]
+            ran = [(path, call) for path in layer.modules for call in range(len(calls[path]))]
+            if len(ran) != len(steps) or (len(layer.modules) > 1 and len(layer.modules) != len(ran)):
+                counts = {path: len(calls[path]) for path in layer.modules}
+                raise PlanError(
+                    f"expected {len(steps)} runs of layer {number}, nnsight saw {counts}: plan and model disagree"
+                )
+            for step, (path, call) in zip(steps, ran, strict=True):
+                for read in layer.reads:
+                    if read.site not in captured.sites:
+                        continue
+                    name = ".".join(p for p in (path, read.module) if p)
+                    if len(calls[name]) <= call:
+                        raise PlanError(f"{step} ran, and nnsight saw no call of {name}: the adapter doesn't fit")
+                    self.place(captured, read.site, step.index, _value(read, calls[name][call]), tuple(documents.shape))
+
+
+def from_nnsight(lm: Any, family: Family | None = None, *, remote: bool = False) -> NNsightModel:
+    """An nnsight model (`LanguageModel`, or `NNsight` around a model) by visit.
+
+    Raises:
+        InputError: not an nnsight model, or of a family without an adapter.
+    """
+    if not hasattr(lm, "trace") or not (hasattr(lm, "_model") or hasattr(lm, "_module")):
+        raise InputError(f"expected an nnsight LanguageModel or NNsight, got {type(lm).__name__}")
+    return NNsightModel(lm, family, remote=remote)
+
+
+def _calls(cache: Any, path: str) -> list[tuple[Any, Any]]:
+    """(output, inputs) of every call of a module, in order. nnsight gives a value for one call and a list for several."""
+    if path not in cache.keys():  # noqa: SIM118 (a view, no mapping)
+        return []
+    view = cache[path]
+    if len(view) == 1:
+        return [(view.output, view.inputs)]
+    return list(zip(view.output, view.inputs, strict=True))
+
+
+def _value(read: Read, call: tuple[Any, Any]) -> Tensor:
+    output, (args, kwargs) = call
+    if read.end == "output":
+        return output[read.item] if isinstance(output, (tuple, list)) else output
+    return args[read.item] if read.item < len(args) else kwargs[read.name]

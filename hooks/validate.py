@@ -1,0 +1,224 @@
+"""Whether a recording is whole: every file through the gate and read, hashes, counts, gaps, sums. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from visitlens.hooks import schema
+from visitlens.hooks.gate import passed
+from visitlens.hooks.ledger import Shard, read_shard, write_caches
+from visitlens.hooks.recording import Recording, committed_shards, first_overlap, read_manifest
+from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.shards import sole_writer, sync_folder, wait_for_workers
+from visitlens.kernels.errors import InputError, RecordingError
+
+PROVENANCE = ("weights_sha256", "command", "created", "versions")
+
+
+@dataclass
+class Report:
+    """What was found. `damage`: something is wrong; `unfinished`: what is there is right, more was meant to come;
+    `notes`: worth knowing. `shards`, `tokens` count what is sound."""
+
+    path: Path
+    damage: list[str] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    shards: int = 0
+    tokens: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 whole, 1 damaged or refused, 3 sound but unfinished (2 is a wrong command line)."""
+        return 1 if self.damage else 3 if self.unfinished else 0
+
+
+def validate(path: Path, *, quick: bool = False) -> Report:
+    """Checks a recording, or a single `.h5` of one. `quick` leaves out reading every chunk.
+
+    Raises:
+        InputError: nothing there.
+    """
+    report = Report(Path(path))
+    if not path.exists():
+        raise InputError(f"{path}: nothing there; expected a recording (a folder) or an .h5 file of one")
+    if path.is_dir():
+        _folder(report, quick)
+        return report
+    try:
+        check_file(path, quick=quick)
+        report.shards = 1
+    except RecordingError as error:
+        report.damage.append(str(error))
+    return report
+
+
+def check_file(path: Path, *, quick: bool = False) -> None:
+    """The gate, every chunk and the totals of one HDF5 file.
+
+    Raises:
+        RecordingError: refused; the message says why.
+    """
+    with passed(path) as gated:
+        schema.read_totals(gated)
+        if not quick:
+            gated.check_data()
+
+
+def repair(path: Path, *, set_aside: bool = False) -> Report:
+    """Writes manifest and summary anew from the shards. `set_aside` renames damaged shards to `NAME.damaged`, so that
+    recording again fills the gap.
+
+    Raises:
+        RecordingError: no shard is sound, some are damaged (without `set_aside`), of two runs, or overlap.
+        StorageError: a writer is at work.
+    """
+    report = Report(Path(path))
+    if not (path / schema.SHARDS).is_dir():
+        raise RecordingError(f"{path}: no recording there; expected a folder with {schema.SHARDS}/")
+    with sole_writer(path):
+        wait_for_workers(path)
+        sound = _shards(report, quick=False)
+        if report.damage and not set_aside:
+            raise RecordingError(
+                f"{report.damage[0]}. Restore that shard, or `visitlens repair --set-aside` moves it out of the way"
+            )
+        folder = path / schema.SHARDS
+        for name in {p.name for p in committed_shards(path)} - {shard.entry["name"] for shard in sound}:
+            (folder / name).rename(folder / f"{name}.damaged")
+            report.notes.append(f"{name} is set aside as {name}.damaged")
+        sync_folder(folder)
+        if not sound:
+            raise RecordingError(f"{path}: no sound shard to rebuild from")
+        entries = [shard.entry for shard in sound]
+        problem = _one_run(sound) or _overlap(entries)
+        if problem:
+            raise RecordingError(f"{path}: {problem}")
+        write_caches(path, sound[0].run, entries, sum_totals(sound))
+        for stale in (*path.glob("*.tmp"), *folder.glob("*.tmp")):
+            stale.unlink()
+        report.damage.clear()
+        report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
+    return report
+
+
+def sum_totals(shards: list[Shard]) -> dict[str, GroupTotals]:
+    """Over shards; the first one's arrays are given away."""
+    totals: dict[str, GroupTotals] = {}
+    for shard in shards:
+        schema.add_totals(totals, shard.totals)
+    return totals
+
+
+def _folder(report: Report, quick: bool) -> None:
+    path = report.path
+    try:
+        manifest: dict[str, Any] | None = read_manifest(path)
+    except RecordingError as error:
+        report.damage.append(str(error))
+        manifest = None
+    sound = _shards(report, quick)
+    entries = [shard.entry for shard in sound]
+    report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
+    report.damage += [problem for problem in (_one_run(sound), _overlap(entries)) if problem]
+    if manifest is None:
+        return
+    run = manifest["run"]
+    listed = {shard["name"]: shard for shard in manifest["shards"]}
+    there = {p.name for p in committed_shards(path)}
+    report.damage += [f"{name}: in the manifest and not on disk" for name in sorted(set(listed) - there)]
+    for entry in entries:
+        known = listed.get(entry["name"])
+        if known is None:
+            report.unfinished.append(
+                f"{entry['name']}: committed and not yet in the manifest; `visitlens repair` adds it"
+            )
+        elif wrong := [key for key, value in entry.items() if known[key] != value]:
+            report.damage.append(f"{entry['name']}: {', '.join(wrong)} differ from the manifest's")
+    if sound and sound[0].run["run_uuid"] != run["run_uuid"]:
+        report.damage.append("the manifest is of another run than the shards")
+    digest = hashlib.sha256(json.dumps(run["config"], sort_keys=True).encode()).hexdigest()
+    if digest != run["config_sha256"]:
+        report.damage.append("the configuration isn't the one that was hashed (config_sha256)")
+    if report.tokens < run["tokens"]:
+        report.unfinished.append(
+            f"{report.tokens:,} of {run['tokens']:,} tokens are there; {_gaps(entries, run['tokens'])}"
+        )
+    if absent := [key for key in PROVENANCE if key not in run["provenance"]]:
+        report.notes.append(f"provenance lacks {', '.join(absent)}")
+    if stale := [p.name for p in (*path.glob("*.tmp"), *(path / schema.SHARDS).glob("*.tmp"))]:
+        report.notes.append(f"left behind by a writer that died: {', '.join(stale[:4])}; resuming removes it")
+    _summary(report, sound)
+
+
+def _shards(report: Report, quick: bool) -> list[Shard]:
+    """The sound ones in order of tokens; what is wrong with the others goes into the report."""
+    sound = []
+    for path in committed_shards(report.path):
+        try:
+            shard = read_shard(path)
+            if not quick:
+                with passed(path) as gated:
+                    gated.check_data()
+            sound.append(shard)
+        except RecordingError as error:
+            report.damage.append(str(error))
+    return sorted(sound, key=lambda shard: shard.entry["context_start"])
+
+
+def _summary(report: Report, sound: list[Shard]) -> None:
+    """The summary against the sum of the shards, and what else the folder holds."""
+    try:
+        recording = Recording(report.path)
+        totals = recording.totals
+        with passed(report.path / schema.SUMMARY) as gated:
+            gated.check_data()
+        report.notes += [warning for warning in recording.warnings if not warning.startswith("unfinished")]
+        for name in recording.analyses:
+            recording.analysis(name)
+    except RecordingError as error:
+        report.damage.append(str(error))
+        return
+    if not sound or report.damage or len(sound) != len(recording.shards):
+        return  # there is nothing whole to compare it with
+    expected = sum_totals(sound)
+    for name in sorted(expected.keys() | totals.keys()):
+        if name not in expected or name not in totals or not _same(expected[name], totals[name]):
+            report.damage.append(
+                f"{schema.SUMMARY}: {name} isn't the sum over the shards; `visitlens repair` rebuilds it"
+            )
+
+
+def _same(one: GroupTotals, two: GroupTotals) -> bool:
+    return one.attributes == two.attributes and all(
+        getattr(one, key).shape == getattr(two, key).shape
+        and np.allclose(getattr(one, key), getattr(two, key), rtol=1e-9, atol=1e-9, equal_nan=True)
+        for key in schema.TOTALS
+    )
+
+
+def _one_run(shards: list[Shard]) -> str:
+    runs = {shard.run["run_uuid"] for shard in shards} | {shard.run["config_sha256"] for shard in shards}
+    return f"shards of {len(runs) - 1} runs or configurations lie together" if len(runs) > 2 else ""
+
+
+def _overlap(entries: list[dict[str, Any]]) -> str:
+    overlap = first_overlap(entries)
+    return f"{overlap[0]} and {overlap[1]} hold the same tokens" if overlap else ""
+
+
+def _gaps(entries: list[dict[str, Any]], tokens: int) -> str:
+    spans, at = [], 0
+    for entry in entries:
+        if at < entry["token_start"]:
+            spans.append(f"{at:,}-{entry['token_start'] - 1:,}")
+        at = entry["token_start"] + entry["token_count"]
+    if at < tokens:
+        spans.append(f"{at:,}-{tokens - 1:,}")
+    return f"missing are tokens {', '.join(spans[:4])}{' ...' if len(spans) > 4 else ''}"

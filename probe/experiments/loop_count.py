@@ -1,0 +1,53 @@
+"""Loss and accuracy when the same weights run their span another number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from visitlens.hooks.intervene import with_loop_count
+from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.samples import Progress, Sample, silent
+from visitlens.probe.scores import score
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+SCALES = ("rescaled", "kept")
+
+
+def loop_count(
+    model: LoopedMoE, sample: Sample, *, loops: Sequence[int] = range(1, 9), on_progress: Progress = silent
+) -> dict[str, StatArray]:
+    """`loss` and `accuracy` [scale, loops, slice], the writes in the span scaled by 1/loops or as the model was trained.
+
+    Raises:
+        InputError: an unlooped model, a loop count below 1.
+    """
+    loops = list(loops)
+    loss = np.zeros((sample.documents, len(SCALES), len(loops)))
+    hits = np.zeros_like(loss)
+    for i, scale in enumerate(SCALES):
+        for j, count in enumerate(loops):
+            (scores,) = score(with_loop_count(model, count, scale), sample)
+            loss[:, i, j], hits[:, i, j] = scores.loss, scores.hits
+            on_progress(i * len(loops) + j + 1, len(SCALES) * len(loops))
+    how = f"the loop span run `loops` times (trained with {model.config.visits}); rescaled: writes in it scaled by 1/loops, kept: by 1/{model.config.visits}"
+    axes, labels = ("scale", "loops", "slice"), {"scale": SCALES, "loops": loops, "slice": list(sample.slices)}
+    measures = {
+        "loss": Measure("loss", "Loss by loop count", axes, "nats a token", f"Cross-entropy, {how}.", "ours"),
+        "accuracy": Measure(
+            "accuracy",
+            "Accuracy by loop count",
+            axes,
+            "share of tokens",
+            f"Share of predictions whose most likely token is right, {how}.",
+            "ours",
+        ),
+    }
+    return {
+        name: sample.stat(measures[name], *sample.by_slice(total), labels)
+        for name, total in (("loss", loss), ("accuracy", hits))
+    }

@@ -1,0 +1,107 @@
+"""Activation patching: which (layer, visit, head or part of the prompt) carries what a prompt asks for.
+
+The clean prompt and one whose last input has brackets of other kinds differ in nothing else; the loss is that of the
+clean answer. A value of the clean run, put into the corrupted one, wins back part of what the corruption cost.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.intervene import Intervention, intervene, replace
+from visitlens.hooks.sites import SITES, check_sites
+from visitlens.kernels.errors import InputError
+from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.samples import ROLES, Progress, Sample, silent
+from visitlens.probe.scores import STATE, batches, state_after
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+
+@torch.no_grad()
+def patching(
+    model: LoopedMoE, sample: Sample, *, by: str = "head", site: str = "", on_progress: Progress = silent
+) -> dict[str, StatArray]:
+    """`recovered` [step, head] or [step, part], and `corruption` (what there was to win back, nats a closing bracket).
+
+    `by` is "head" (at `site` PV by default) or "part" of the prompt (at `site` resid by default).
+
+    Raises:
+        InputError: a sample without prompts (`Sample.of_dyck`), an unknown `by`, a site without heads.
+    """
+    if sample.corrupted is None or sample.roles is None:
+        raise InputError(
+            "patching needs prompts with a corrupted version: Sample.of_dyck(...), or --dyck on the command line"
+        )
+    if by not in ("head", "part"):
+        raise InputError(f"expected by='head' or by='part', got {by!r}")
+    (site,) = check_sites([site or ("PV" if by == "head" else "resid")])
+    heads = {"head": model.config.num_heads, "kv_head": model.config.num_kv_heads}
+    axis = next((a for a in SITES[site].axes if a in heads), None)
+    if by == "head" and axis is None:
+        raise InputError(f"site {site!r} has no heads; patch it by='part'")
+    columns = list(range(heads[axis])) if by == "head" and axis else list(ROLES)
+    steps = model.plan.steps
+    won = np.zeros((sample.documents, len(steps), len(columns)))
+    clean_loss, corrupted_loss = np.zeros(sample.documents), np.zeros(sample.documents)
+    jobs, done = len(sample.contexts.tokens) * len(steps) * len(columns), 0
+    for batch in batches(sample, device=model.embed.W_E.device):
+        other = torch.from_numpy(sample.corrupted[batch.rows]).long().to(batch.tokens.device)
+        roles = torch.from_numpy(sample.roles[batch.rows]).to(batch.tokens.device)
+
+        def loss(final: torch.Tensor, batch=batch) -> torch.Tensor:
+            return F.cross_entropy(batch.predictions(model, final), batch.truth, reduction="none")
+
+        with capture(model, {site, *STATE}) as clean:
+            model(batch.tokens, batch.segments, return_type="none")
+        with capture(model, STATE) as corrupted:
+            model(other, batch.segments, return_type="none")
+        batch.add(loss(state_after(clean, -1)), clean_loss)
+        before = loss(state_after(corrupted, -1))
+        batch.add(before, corrupted_loss)
+        for step in steps:
+            for j, column in enumerate(columns):
+                done += 1
+                on_progress(done, jobs)
+                if by == "part" and not bool((roles == j).any()):
+                    continue  # no demonstration in these contexts
+                chosen = {"head": column} if by == "head" else {"token": roles == j}
+                patch = replace(site, clean, layer=step.layer, visit=step.visit, **chosen)
+                patched = loss(_from(model, corrupted, step.index, patch, batch.segments))
+                batch.add(before - patched, won[:, step.index, j])
+    lost = (corrupted_loss - clean_loss).reshape(-1, 1, 1)
+    recovered = Measure(
+        "recovered",
+        f"Corruption won back by the clean {site}",
+        ("step", by),
+        "share of the corruption's loss",
+        f"(loss corrupted - loss patched) / (loss corrupted - loss clean), sums over closing brackets; patched: {site} of one {by} at one step "
+        "from the clean run.",
+        "ours",
+    )
+    corruption = Measure(
+        "corruption",
+        "What the corruption costs",
+        (),
+        "nats a closing bracket",
+        "Loss of the clean answer after the corrupted prompt, less that after the clean one.",
+        "ours",
+    )
+    labels = {"step": steps, by: columns}
+    return {
+        "recovered": sample.stat(recovered, won, lost, labels, "ratio of sums over prompts"),
+        "corruption": sample.stat(corruption, lost[:, 0, 0], sample.counts, {}, "mean over closing brackets"),
+    }
+
+
+def _from(
+    model: LoopedMoE, corrupted: Captured, start: int, patch: Intervention, segments: torch.Tensor
+) -> torch.Tensor:
+    with intervene(model, patch):
+        return model.run_steps(corrupted.at("resid", start), segments, start=start)

@@ -1,0 +1,86 @@
+"""What could be read out at every step: the logit lens and the coda lens, side by side, since they disagree.
+
+The logit lens puts the final norm and the unembedding on the residual stream after a step; the coda lens first runs
+the layers that follow the loop span on it, as if the span had ended there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visitlens.hooks.capture import capture
+from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.samples import Progress, Sample, silent
+from visitlens.probe.scores import STATE, batches, state_after
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
+
+LENSES = ("logit lens", "coda lens")
+_QUANTITIES = {
+    "loss": ("Loss read out at every step", "nats a token", "Cross-entropy of the read-out."),
+    "entropy": ("Entropy of the read-out at every step", "nats", "Entropy of the predicted distribution."),
+    "divergence": ("Divergence of the read-out from the final one", "nats", "KL(final distribution || read-out)."),
+    "flips": (
+        "Answers that change at a step",
+        "share of tokens",
+        "Share of predictions whose most likely token differs from the one read out a step before.",
+    ),
+    "final_answer": (
+        "Answers that are already the final one",
+        "share of tokens",
+        "Share of predictions whose most likely token is that of the final distribution.",
+    ),
+}
+
+
+@torch.no_grad()
+def readout(model: LoopedMoE, sample: Sample, *, on_progress: Progress = silent) -> dict[str, StatArray]:
+    """`loss`, `entropy`, `divergence`, `flips`, `final_answer` [lens, step] after each step, over the tokens that count."""
+    plan = model.plan
+    coda = max((s.index for s in plan.steps if s.layer in plan.looped_layers), default=len(plan) - 1) + 1
+    totals = {name: np.zeros((sample.documents, len(LENSES), len(plan))) for name in _QUANTITIES}
+    jobs = len(sample.contexts.tokens)
+    for number, batch in enumerate(batches(sample, device=model.embed.W_E.device)):
+        with capture(model, STATE) as captured:
+            model(batch.tokens, batch.segments, return_type="none")
+        final = batch.predictions(model, state_after(captured, -1)).log_softmax(-1)
+        for i in range(len(LENSES)):
+            before = None
+            for step in range(len(plan)):
+                state = state_after(captured, step)
+                if i == 1 and step < coda:
+                    state = model.run_steps(state, batch.segments, start=coda)
+                elif i == 1:
+                    state = state_after(captured, -1)
+                read = batch.predictions(model, state).log_softmax(-1)
+                for name, values in _read(read, final, batch.truth, before).items():
+                    batch.add(values, totals[name][:, i, step])
+                before = read.argmax(-1)
+        on_progress(number + 1, jobs)
+    labels = {"lens": LENSES, "step": plan.steps}
+    counts = sample.counts.reshape(-1, 1, 1)
+    return {
+        name: sample.stat(
+            Measure(f"readout_{name}", title, ("lens", "step"), unit, definition, "ours"), totals[name], counts, labels
+        )
+        for name, (title, unit, definition) in _QUANTITIES.items()
+    }
+
+
+def _read(read: Tensor, final: Tensor, truth: Tensor, before: Tensor | None) -> dict[str, Tensor]:
+    answer = read.argmax(-1)
+    return {
+        "loss": F.nll_loss(read, truth, reduction="none"),
+        "entropy": -(read.exp() * read).sum(-1),
+        "divergence": (final.exp() * (final - read)).sum(-1),
+        "flips": torch.full_like(answer, torch.nan, dtype=torch.float64)
+        if before is None
+        else (answer != before).double(),
+        "final_answer": (answer == final.argmax(-1)).double(),
+    }

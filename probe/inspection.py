@@ -1,0 +1,94 @@
+"""Inspection of a model before it is recorded: the ledger of its steps, its ties, what can't be measured, its guards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visitlens.hooks.adapters.adapt import adapt, families
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
+from visitlens.hooks.guards import check
+from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
+from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.tie_audit import audit_ties
+
+
+def inspect_model(
+    source: str | Path,
+    tokens: int = 24,
+    *,
+    checks: bool = True,
+    dtype: str = "float32",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """JSON-ready: `steps` [{index, module, layer, visit}], `ties`, `flags`, `missing`, `notes`, `guards`.
+
+    A model of a family without an adapter is discovered: `adapter` then says so, and it can't be recorded yet.
+
+    Raises:
+        CheckpointError, InputError, UnavailableError: as `load_model`.
+        PlanError: the model runs its layers in another order than its adapter says.
+    """
+    folder = resolve(source)
+    kind = model_type(folder)
+    if kind is not None and kind not in families():
+        raw = load_transformers(folder, dtype, trust_remote_code=trust_remote_code)
+        return {"model": str(source), **describe(raw, tokens, checks=checks)}
+    model = load_model(folder, dtype, trust_remote_code=trust_remote_code, **options)
+    return {"model": str(source), **describe(model, tokens, checks=checks)}
+
+
+def describe(model: Any, tokens: int = 24, *, checks: bool = True) -> dict[str, Any]:
+    """As `inspect_model`, of a loaded model: native, adapted, or any module that takes token ids [context, position]."""
+    if not isinstance(model, (LoopedMoE, AdaptedModel)):
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        model = adapt(model) if kind in families() else model
+    if isinstance(model, AdaptedModel):
+        return _adapted(model, _random(model.config.vocab_size, tokens), checks)
+    if isinstance(model, LoopedMoE):
+        ids = _random(model.config.vocab_size, min(tokens, model.config.context_length))
+        ledger = follow(model, [[f"blocks.{i}"] for i in range(model.config.num_layers)], model, ids)
+        return {"family": "native looped MoE", "adapter": "none needed", **_common(model, ledger)}
+    vocabulary = model.config.get_text_config().vocab_size if hasattr(model, "config") else 256
+    ledger = discover(model, model, _random(vocabulary, tokens))
+    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    none = "none for this family; the plan below is proposed from one forward (docs/adapters.md: how to write one)"
+    return {"family": family, "adapter": none, **_common(model, ledger)}
+
+
+def _adapted(model: AdaptedModel, tokens: Tensor, checks: bool) -> dict[str, Any]:
+    def run(ids: Tensor) -> Any:
+        return model(ids, return_type="none")
+
+    layers = [layer.modules for layer in model.anatomy.layers]
+    modules = {path: model.body.get_submodule(path) for paths in layers for path in paths}
+    ledger = follow(model.body, layers, run, tokens, false_loops(model.model, modules, run, tokens))
+    guards = [guard.to_dict() for guard in check(model, tokens)] if checks else []
+    facts = {"missing": dict(model.config.missing), "notes": list(model.config.notes), "guards": guards}
+    return {
+        "family": model.config.family,
+        "adapter": type(model.family).__name__,
+        **_common(model.body, ledger),
+        **facts,
+    }
+
+
+def _common(model: nn.Module, ledger: StepLedger) -> dict[str, Any]:
+    return {
+        "layers": len(ledger.plan.visits),
+        "steps": ledger.steps(),
+        "ties": [tie.to_dict() for tie in audit_ties(model, ledger)],
+        "flags": list(ledger.flags),
+        "missing": {},
+        "notes": [],
+        "guards": [],
+    }
+
+
+def _random(vocabulary: int, tokens: int) -> Tensor:
+    return torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,94 @@
+"""One recording by a Ray cluster: shards are tasks over contexts, written to a folder that every node sees.
+
+The driver keeps the books as for processes on one machine: it alone writes summary and manifest. Ray retries a task whose
+node or process is lost; a shard's name is fixed by its task, and its rename is atomic, so an attempt that was thought dead
+and isn't writes the same shard again and nothing twice. The folder must be shared (NFS, Lustre, a mounted bucket).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.ledger import Shard, ShardTask
+from visitlens.hooks.recorder import ShardWriter, interrupt_between_contexts, open_ledger, tokens_per_shard
+from visitlens.kernels.errors import RecordingError, UnavailableError, VisitlensError
+
+if TYPE_CHECKING:
+    from visitlens.probe.run import PreparedRun, RunRequest
+
+MAX_RETRIES = 3
+
+
+def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]) -> None:
+    """Records by at most `request.workers` tasks at a time on the cluster at `request.ray_address` (None: one on this
+    machine, ended afterwards), each with one GPU where `request.device` is one.
+
+    Raises:
+        UnavailableError: Ray isn't installed.
+        RecordingError: a task was lost too often.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UnavailableError("--engine ray needs Ray: pip install 'visitlens[ray]'") from error
+    request, per_token, total = prepared.request, prepared.bytes_per_token, prepared.contexts.num_tokens
+    request = replace(
+        request, out=request.out.absolute(), checkpoint=request.checkpoint.absolute(), threads=request.threads or 1
+    )
+    started = not ray.is_initialized()
+    if started:
+        ray.init(address=request.ray_address, log_to_driver=False, include_dashboard=False, configure_logging=False)
+    try:
+        gpus = 1 if request.device.startswith("cuda") else 0
+        remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=MAX_RETRIES)(write_shard)
+        with open_ledger(
+            request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token
+        ) as ledger:
+            tasks = ledger.tasks(tokens_per_shard(request.options, per_token), request.workers)
+            shared = ray.put((request, prepared.contexts, ledger.run))
+            running: list[Any] = []
+            on_progress(ledger.tokens, total)
+            with interrupt_between_contexts() as interrupted:
+                while not interrupted:
+                    while len(running) < request.workers and (task := next(tasks, None)) is not None:
+                        running.append(remote.remote(shared, task))
+                    if not running:
+                        break
+                    done, running = ray.wait(running, timeout=0.5)
+                    for reference in done:
+                        ledger.take(deepcopy(ray.get(reference)))  # Ray's own arrays are read-only
+                        ledger.commit()
+                        on_progress(ledger.tokens, total)
+            if interrupted:
+                raise KeyboardInterrupt
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, VisitlensError):
+            raise error.cause from error
+        raise RecordingError(f"a Ray task failed: {error.cause!r}") from error
+    except ray.exceptions.RayError as error:
+        raise RecordingError(
+            f"the cluster lost a task {MAX_RETRIES + 1} times or more ({type(error).__name__}); what is committed is kept, "
+            "and the same command goes on from there"
+        ) from error
+    finally:
+        if started:
+            ray.shutdown()
+
+
+_writers: dict[str, ShardWriter] = {}
+"""Of this worker process, by run: the model stays loaded from shard to shard."""
+
+
+def write_shard(shared: tuple[RunRequest, PackedTokens, dict[str, Any]], task: ShardTask) -> Shard:
+    """The task, in a worker process of the cluster."""
+    from visitlens.probe.run import PreparedRun
+
+    request, contexts, run = shared
+    if run["run_uuid"] not in _writers:
+        _writers.clear()
+        _writers[run["run_uuid"]] = PreparedRun(request, contexts).shard_writer()
+    return _writers[run["run_uuid"]].write(task, run)

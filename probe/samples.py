@@ -1,0 +1,253 @@
+"""Sample: documents to experiment on, which of their predictions count, and what kind each document is. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from visitlens.hooks.contexts import PackedTokens
+from visitlens.kernels.errors import InputError
+from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.dyck import PAIRS, SHOTS, DyckPrompt, dyck_prompt
+from visitlens.probe.ladder.documents import Document, encode, pack, read_documents
+from visitlens.probe.measure import Measure, StatArray
+
+ROLES = ("start", "demonstration inputs", "demonstration answers", "last input", "last answer")
+"""Parts of a Dyck prompt; an input runs up to and with the marker of its answer."""
+LENGTHS = {"up to 128 tokens": 128, "129 to 512 tokens": 512, "over 512 tokens": 1 << 62}
+"""Buckets of document length, BOS and EOS included."""
+GROUPS = 128
+FEWEST = 5
+"""Document groups; with fewer in a slice a bootstrap says nothing, so there is no interval."""
+
+Progress = Callable[[int, int], None]
+
+
+def silent(done: int, total: int) -> None:
+    """No progress shown."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Packed documents. `counted [context, position]`: whether the prediction *of* that token counts.
+
+    `facets` name -> a label for each document ("" for none): kind, category, length, shots. `prompts` are the Dyck prompts,
+    in document order, where the documents are such; `corrupted` the same tokens with every bracket of the last input of
+    another kind (the answers stay), `roles [context, position]` the part of the prompt as an index into `ROLES`, -1 for padding.
+    """
+
+    contexts: PackedTokens
+    counted: np.ndarray
+    facets: Mapping[str, Sequence[str]]
+    prompts: tuple[DyckPrompt, ...] = ()
+    corrupted: np.ndarray | None = None
+    roles: np.ndarray | None = None
+
+    @classmethod
+    def of_text(
+        cls,
+        text: str | Path | Iterable[str | Document],
+        tokenizer: Any,
+        config: Any,
+        *,
+        max_tokens: int | None = None,
+        context_length: int | None = None,
+    ) -> Sample:
+        """From a file, a folder or documents; every token but a segment's first counts.
+
+        Raises:
+            InputError: nothing readable, no token.
+        """
+        found = read_documents(Path(text)) if isinstance(text, (str, Path)) else text
+        documents = [d if isinstance(d, Document) else Document(d) for d in found]
+        tokens = encode([d.text for d in documents], tokenizer, config.bos_token_id, config.eos_token_id)
+        kept = [d for d in documents if d.text]
+        if len(kept) != len(tokens):  # a text that the tokenizer makes nothing of
+            kept = [d for d in kept if tokenizer.encode(d.text, add_special_tokens=False).ids]
+        length = context_length or config.context_length
+        packed = pack(tokens, length, config.bos_token_id, config.pad_token_id)
+        packed = packed if max_tokens is None else packed.first_contexts(max_tokens)
+        number = len(packed.document_hash)
+        facets = {
+            "kind": ["text"] * number,
+            "category": [d.category for d in kept[:number]],
+            "length": [next(name for name, most in LENGTHS.items() if len(t) <= most) for t in tokens[:number]],
+        }
+        return cls.of_contexts(packed, facets)
+
+    @classmethod
+    def of_contexts(cls, contexts: PackedTokens, facets: Mapping[str, Sequence[str]] | None = None) -> Sample:
+        """From packed tokens; every token but a segment's first counts."""
+        segments = contexts.segments
+        counted = np.zeros(segments.shape, dtype=bool)
+        counted[:, 1:] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
+        return cls(contexts, counted, facets or {"kind": ["text"] * len(contexts.document_hash)})
+
+    @classmethod
+    def of_dyck(
+        cls,
+        tokenizer: Any,
+        config: Any,
+        *,
+        prompts: int = 24,
+        shots: Sequence[int] = SHOTS,
+        seed: int = 0,
+        context_length: int | None = None,
+    ) -> Sample:
+        """`prompts` Dyck prompts for each number of shots, whole; only the answer's closing brackets count.
+
+        Raises:
+            InputError: a prompt longer than a context.
+        """
+        drawn = [dyck_prompt((seed, k, i), tokenizer, shots=k) for k in shots for i in range(prompts)]
+        if not drawn:
+            raise InputError(f"expected at least one prompt and one number of shots, got {prompts} and {tuple(shots)}")
+        length = context_length or config.context_length
+        rows: list[list[int]] = []
+        room = 0
+        for number, prompt in enumerate(drawn):
+            need = len(prompt.tokens) + 1
+            if need > length:
+                raise InputError(f"a prompt of {need} tokens is longer than the context of {length}; use fewer shots")
+            if need > room:
+                rows.append([])
+                room = length
+            rows[-1].append(number)
+            room -= need
+        tokens = np.full((len(rows), length), config.pad_token_id, dtype=np.int32)
+        segments = np.full((len(rows), length), -1, dtype=np.int32)
+        counted = np.zeros((len(rows), length), dtype=bool)
+        roles = np.full((len(rows), length), -1, dtype=np.int8)
+        corrupted = tokens.copy()
+        other = _other_brackets(tokenizer)
+        for row, numbers in enumerate(rows):
+            at = 0
+            for number in numbers:
+                prompt = drawn[number]
+                stop = at + 1 + len(prompt.tokens)
+                tokens[row, at:stop] = [config.bos_token_id, *prompt.tokens]
+                segments[row, at:stop] = number
+                counted[row, [at + 1 + closer for closer in prompt.closers]] = True
+                roles[row, at:stop] = [0, *_roles(prompt)]
+                last = tokens[row, at:stop][roles[row, at:stop] == 3]
+                corrupted[row, at:stop] = tokens[row, at:stop]
+                corrupted[row, at:stop][roles[row, at:stop] == 3] = [
+                    other.get(int(token), int(token)) for token in last
+                ]
+                at = stop
+        used = max(int((segments >= 0).sum(1).max()), 2)
+        hashes = [int.from_bytes(hashlib.sha256(p.tokens.tobytes()).digest()[:8], "little") for p in drawn]
+        owners = np.arange(len(drawn), dtype=np.int32)
+        packed = PackedTokens(tokens[:, :used], segments[:, :used], owners, np.array(hashes, dtype=np.uint64))
+        facets = {
+            "kind": ["dyck"] * len(drawn),
+            "shots": [f"{p.shots} shot{'' if p.shots == 1 else 's'}" for p in drawn],
+        }
+        return cls(packed, counted[:, :used], facets, tuple(drawn), corrupted[:, :used], roles[:, :used])
+
+    @property
+    def documents(self) -> int:
+        return len(self.contexts.document_hash)
+
+    @cached_property
+    def document_of(self) -> np.ndarray:
+        """[context, position] document of each token, -1 for padding."""
+        segments = self.contexts.segments
+        return np.where(segments >= 0, self.contexts.segment_document[np.maximum(segments, 0)], -1)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """[document] predictions that count."""
+        return np.bincount(self.document_of[self.counted], minlength=self.documents).astype(np.float64)
+
+    @cached_property
+    def slices(self) -> dict[str, np.ndarray]:
+        """Label -> [document] whether it belongs: every kind, category, length bucket and number of shots there is."""
+        found: dict[str, np.ndarray] = {}
+        for labels in self.facets.values():
+            for label in _in_order(labels):
+                found[label] = np.array([other == label for other in labels])
+        return found
+
+    @cached_property
+    def groups(self) -> np.ndarray:
+        """[document] the bootstrap's group: documents by hash, each its own where there are at most 128."""
+        return self.contexts.document_groups(GROUPS)
+
+    def stat(
+        self,
+        measure: Measure,
+        total: np.ndarray,
+        count: np.ndarray,
+        labels: Mapping[str, Sequence[Any]],
+        aggregation: str = "mean over tokens",
+    ) -> StatArray:
+        """From `total` and `count` [document, *axes] to means with document-bootstrap intervals."""
+        number = int(self.groups.max()) + 1
+        count = np.broadcast_to(count, total.shape)
+        grouped = [np.zeros((number, *total.shape[1:])) for _ in range(2)]
+        for sums, array in zip(grouped, (total, count), strict=True):
+            np.add.at(sums, self.groups, array)
+        weights = resampling_weights(number) if measure.grouped else None
+        values, replicates = mean_and_replicates(*grouped, weights)
+        if replicates is not None:
+            replicates = np.where((grouped[1] != 0).sum(0) < FEWEST, np.nan, replicates)
+        return StatArray(
+            measure=measure,
+            values=values,
+            labels=labels,
+            replicates=replicates,
+            documents=self.documents,
+            tokens=int(self.counts.sum()),
+            aggregation=aggregation,
+            provenance={"data_sha256": self.contexts.sha256},
+        )
+
+    def by_slice(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`total [document, *axes]` of counted predictions, and their counts, each [document, *axes, slice]."""
+        belongs = np.stack(list(self.slices.values()), axis=1).astype(np.float64)  # [document, slice]
+        belongs = belongs.reshape(len(belongs), *[1] * (total.ndim - 1), belongs.shape[1])
+        counts = self.counts.reshape(-1, *[1] * total.ndim)
+        return total[..., None] * belongs, np.broadcast_to(counts * belongs, (*total.shape, belongs.shape[-1]))
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{name} {int(chosen.sum())}" for name, chosen in self.slices.items())
+        return f"Sample({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds})"
+
+
+def _roles(prompt: DyckPrompt) -> np.ndarray:
+    """[position] of the prompt's tokens, without BOS."""
+    roles = np.full(len(prompt.tokens), ROLES.index("demonstration inputs"))
+    roles[max((stop for _, stop in prompt.demonstrations), default=0) :] = ROLES.index("last input")
+    for start, stop in prompt.demonstrations:
+        roles[start:stop] = ROLES.index("demonstration answers")
+    roles[slice(*prompt.answer)] = ROLES.index("last answer")
+    return roles
+
+
+def _other_brackets(tokenizer: Any) -> dict[int, int]:
+    """Token id of each bracket -> that of the same bracket of the next kind."""
+    swaps = {}
+    for brackets in (list(PAIRS), list(PAIRS.values())):
+        for bracket, following in zip(brackets, [*brackets[1:], brackets[0]], strict=True):
+            for before in ("", " "):
+                ids = [tokenizer.encode(before + b, add_special_tokens=False).ids for b in (bracket, following)]
+                swaps[ids[0][-1]] = ids[1][-1]
+    return swaps
+
+
+def _in_order(labels: Sequence[str]) -> list[str]:
+    """The labels there are: lengths and shots by size, others by name."""
+    known = [label for label in dict.fromkeys(labels) if label]
+    lengths = list(LENGTHS)
+    if all(label in lengths for label in known):
+        return sorted(known, key=lengths.index)
+    if all(label.split()[-1].startswith("shot") for label in known):
+        return sorted(known, key=lambda label: int(label.split()[0]))
+    return sorted(known)

@@ -1,0 +1,235 @@
+"""A served dashboard over small recordings, and one Chromium for all tests: `serve(...)` -> Site, `visit` -> a person at it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
+from waitress.server import create_server
+
+from visitlens.app.context import Context
+from visitlens.app.registry import Registry
+from visitlens.app.server import Access, behind_prefix, build
+from visitlens.probe.figures.images import find_browser
+from visitlens.probe.opened import RecordedRun
+
+SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
+"""What is there once a page is drawn."""
+
+
+@dataclass
+class Site:
+    """A running dashboard; `url` ends with its prefix."""
+
+    url: str
+    context: Context
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Callable[..., Site]]:
+    """Factory: `serve(path, ..., checkpoint=None, prefix="/", access=None)`, in a thread of this process."""
+    running: list[tuple[Any, threading.Thread]] = []
+
+    def start(*paths: Path, checkpoint: Path | None = None, prefix: str = "/", access: Access | None = None) -> Site:
+        context = Context(Registry(paths), checkpoint, prefix)
+        application = behind_prefix(build(context, access).server, prefix)
+        server: Any = create_server(
+            application, host="127.0.0.1", port=0, threads=4, clear_untrusted_proxy_headers=True
+        )
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        return Site(f"http://127.0.0.1:{server.effective_port}{prefix}", context)
+
+    yield start
+    for server, _ in running:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def folder(
+    recordings: dict[str, RecordedRun],
+    make_model: Callable[..., Any],
+    make_text: Callable[..., Any],
+    make_recording: Callable[..., RecordedRun],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two visits (`looped`), none (`baseline`), three (`three`), attention maps (`maps`), statistics only (`summary`),
+    and one with a damaged summary (`corrupt`)."""
+    root = tmp_path_factory.mktemp("shown")
+    for name, run in recordings.items():
+        shutil.copytree(run.recording.path, root / f"{name}.vlens")
+    model, text = make_model(2), make_text(seed=5, lengths=(20, 12, 40, 9, 30), context=32)
+    make_recording(model, text, root / "maps.vlens", level="maps")
+    make_recording(model, text, root / "summary.vlens", level="summary")
+    shutil.copytree(root / "summary.vlens", root / "corrupt.vlens")
+    (root / "corrupt.vlens" / "summary.h5").write_bytes(b"not HDF5")
+    return root
+
+
+@pytest.fixture(scope="session")
+def site(serve: Callable[..., Site], folder: Path) -> Site:
+    """All recordings of `folder`."""
+    return serve(folder)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium is installed (.ci/install-chromium)")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield chromium
+        chromium.close()
+
+
+@dataclass
+class Visitor:
+    """A person at the dashboard. `outside` are requests to other machines, `errors` what the page complained about."""
+
+    page: Page
+    site: Site
+    outside: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def open(self, path: str = "") -> None:
+        self.page.goto(self.site.url + path.lstrip("/"))
+        self.settled()
+
+    def settled(self) -> None:
+        """Waits until the page that was asked for is drawn."""
+        self.page.locator(SHOWN).first.wait_for(timeout=60_000)
+
+    def charted(self, key: str) -> Locator:
+        """A panel's chart, once Plotly has drawn it and the keyboard reaches it."""
+        chart = self.page.locator(f"#panel-{key} .chart")
+        chart.locator(".plot-container[aria-hidden]").wait_for(state="attached", timeout=60_000)
+        return chart
+
+    def choose(self, selector: str, value: str) -> None:
+        self.page.select_option(f"select[name={selector}]", value)
+        self.settled()
+
+    def value(self, selector: str) -> str:
+        return self.page.input_value(f"select[name={selector}]")
+
+    def click_cell(self, key: str, trace: int, row: int, column: int) -> None:
+        """The middle of a cell of a panel's heat map."""
+        chart = self.charted(key)
+        x, y = chart.evaluate(
+            """(chart, [t, row, column]) => {
+                const plot = chart.querySelector('.js-plotly-plot'), trace = plot._fullData[t];
+                const axis = (id) => plot._fullLayout[id.replace(/^([xy])/, '$1axis')];
+                const box = plot.getBoundingClientRect(), x = axis(trace.xaxis), y = axis(trace.yaxis);
+                return [box.left + x._offset + x.c2p(column), box.top + y._offset + y.c2p(row)];
+            }""",
+            [trace, row, column],
+        )
+        self.page.mouse.move(x - 1, y - 1)
+        self.page.mouse.click(x, y)
+        self.settled()
+
+    @property
+    def query(self) -> dict[str, str]:
+        _, _, query = self.page.url.partition("?")
+        return dict(part.split("=") for part in query.split("&") if part)
+
+    @property
+    def path(self) -> str:
+        return self.page.url.removeprefix(self.site.url).partition("?")[0]
+
+    def said(self) -> str:
+        return self.page.inner_text("#announce")
+
+
+@pytest.fixture(scope="session")
+def profile(browser: Browser) -> Callable[[str], BrowserContext]:
+    """Factory: a fresh browser profile at 1280 x 800 that prefers a theme."""
+
+    def make(theme: str = "light") -> BrowserContext:
+        context = browser.new_context(
+            viewport={"width": 1280, "height": 800},
+            color_scheme=theme,  # type: ignore[arg-type]  (a literal)
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        context.set_default_timeout(60_000)
+        return context
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_profiles(profile: Callable[[str], BrowserContext]) -> dict[str, BrowserContext]:
+    """One a theme, so that scripts are compiled once; what a page stored is removed after each test."""
+    return {theme: profile(theme) for theme in ("light", "dark")}
+
+
+@pytest.fixture
+def meet(
+    profile: Callable[[str], BrowserContext], shared_profiles: dict[str, BrowserContext]
+) -> Iterator[Callable[..., Visitor]]:
+    """Factory: `meet(site, theme="light", fresh=False)` is a person; `fresh` with a browser profile of their own."""
+    contexts, visitors = [], []
+
+    def make(site: Site, theme: str = "light", *, fresh: bool = False) -> Visitor:
+        context = profile(theme) if fresh else shared_profiles[theme]
+        if fresh:
+            contexts.append(context)
+        visitor = Visitor(context.new_page(), site)
+        visitors.append(visitor)
+        origin = re.match(r"http://[^/]+", site.url)
+        assert origin is not None
+
+        def request(asked: Any) -> None:
+            visitor.requests.append(asked.url)
+            if not asked.url.startswith((origin[0], "data:", "blob:")):
+                visitor.outside.append(asked.url)
+
+        visitor.page.on("request", request)
+        visitor.page.on("pageerror", lambda error: visitor.errors.append(str(error)))
+        visitor.page.on("console", lambda m: m.type == "error" and visitor.errors.append(m.text))
+        return visitor
+
+    yield make
+    for visitor in visitors:
+        visitor.page.evaluate("localStorage.clear()")
+        visitor.page.close()
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def visit(meet: Callable[..., Visitor], site: Site) -> Iterator[Visitor]:
+    """A person at `site`; at the end nothing left the machine and nothing went wrong in the browser."""
+    visitor = meet(site)
+    yield visitor
+    assert not visitor.outside
+    assert not visitor.errors
+
+
+@pytest.fixture
+def shard_by_shard(folder: Path, tmp_path: Path) -> Callable[[], None]:
+    """A recording at `tmp_path/growing.vlens` that says to be half done; calling it writes the rest."""
+    source, target = folder / "looped.vlens", tmp_path / "growing.vlens"
+    shutil.copytree(source, target)
+    manifest = json.loads((source / "manifest.json").read_text())
+    whole = manifest["run"]["tokens"]
+    manifest["run"]["tokens"] = 2 * whole
+    (target / "manifest.json").write_text(json.dumps(manifest))
+
+    def finish() -> None:
+        (target / "manifest.json.tmp").write_text((source / "manifest.json").read_text())
+        (target / "manifest.json.tmp").replace(target / "manifest.json")
+
+    return finish

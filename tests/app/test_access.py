@@ -1,0 +1,43 @@
+"""Accessibility by axe on every page, light and dark; nothing critical or serious. And no shift of the layout."""
+
+from __future__ import annotations
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from visitlens.app.pages import pages
+
+QUERIES = {"/tokens": "?run=looped&token=5&layer=1", "/attention": "?run=maps&layer=1&head=1&token=20"}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious_on_any_page(meet, site, theme: str) -> None:
+    person = meet(site, theme)
+    axe = Axe()
+    found = []
+    for at, page in enumerate(pages()):
+        query = QUERIES.get(page.PATH, "?run=looped")
+        if at == 0:
+            person.open(page.PATH.strip("/") + query)
+        else:  # as a link would, without loading the frame again
+            person.page.evaluate("(href) => window.visitlens.go(href)", site.url + page.PATH.strip("/") + query)
+            person.settled()
+        charts = person.page.locator("main .chart")
+        for i in range(charts.count()):
+            charts.nth(i).locator(".plot-container[aria-hidden]").wait_for(state="attached")
+        for violation in axe.run(person.page).response["violations"]:
+            if violation["impact"] in ("critical", "serious"):
+                nodes = [node["html"][:160] for node in violation["nodes"][:3]]
+                found.append(f"{page.PATH}: {violation['id']} ({violation['impact']}): {nodes}")
+    assert not found, "\n".join(found)
+
+
+def test_nothing_moves_while_a_page_loads(visit) -> None:
+    visit.page.add_init_script(
+        "window.shift = 0; new PerformanceObserver((l) => { for (const e of l.getEntries()) if (!e.hadRecentInput) window.shift += e.value; })"
+        ".observe({ type: 'layout-shift', buffered: true });"
+    )
+    visit.open("layers?run=looped")
+    visit.charted("by-layer")
+    visit.page.wait_for_timeout(300)
+    assert visit.page.evaluate("window.shift") < 0.05

@@ -1,0 +1,127 @@
+"""The commands around recordings as a person uses them: exit codes, one clear error, nothing half done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from visitlens.app.cli import main
+from visitlens.probe.opened import RecordedRun
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run("validate", ...)` -> exit code, stdout, stderr (on one line)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        code = exit_.value.code
+        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
+
+    return call
+
+
+@pytest.fixture
+def recording(looped_recording: RecordedRun, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(looped_recording.recording.path, tmp_path / "run.vlens"))
+
+
+def first_shard(path: Path) -> Path:
+    return path / "shards" / "w00-000000.h5"
+
+
+def test_validate_says_whole_damaged_or_unfinished_by_its_exit_code(run: Run, recording: Path) -> None:
+    code, out, _ = run("validate", recording)
+    assert code == 0 and "whole (1 sound shards" in out
+    assert run("validate", first_shard(recording), "--quick")[0] == 0
+    manifest = json.loads((recording / "manifest.json").read_text())
+    (recording / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
+    code, out, err = run("validate", recording)
+    assert code == 3 and "unfinished" in out and "not yet in the manifest" in err
+    assert run("repair", recording)[:1] == (0,) and run("validate", recording)[0] == 0
+    data = first_shard(recording).read_bytes()
+    first_shard(recording).write_bytes(data[:-100])
+    code, out, err = run("validate", recording)
+    assert code == 1 and "damaged or refused" in out and "damage:" in err and "w00-000000.h5" in err
+    code, _, err = run("repair", recording)
+    assert code == 1 and "--set-aside" in err and err.count("error:") == 1
+    code, _, err = run("validate", recording / "nowhere")
+    assert code == 1 and "nothing there" in err
+
+
+def test_pack_and_unpack(run: Run, recording: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "shared.vlens.tar.gz"
+    assert run("pack", recording, "-o", packed)[0] == 0 and packed.is_file()
+    shutil.rmtree(recording)
+    code, out, _ = run("unpack", packed)
+    assert code == 0 and out.strip() == str(tmp_path / "shared.vlens")
+    assert run("validate", tmp_path / "shared.vlens")[0] == 0
+    code, _, err = run("info", packed)
+    assert code == 1 and "visitlens unpack" in err
+
+
+def test_merge_of_one_and_the_same_is_the_same(run: Run, recording: Path, tmp_path: Path) -> None:
+    out = tmp_path / "merged.vlens"
+    assert run("merge", recording, recording, "-o", out)[0] == 0
+    assert run("validate", out)[0] == 0
+    code, _, err = run("merge", recording, "-o", tmp_path / "m.vlens")
+    assert code == 1 and "two recordings or more" in err
+
+
+def test_export_by_the_ending_of_the_file(
+    run: Run, recording: Path, looped_recording: RecordedRun, tmp_path: Path
+) -> None:
+    out = tmp_path / "sink.npz"
+    assert run("export", recording, "sink_mass", "-o", out)[0] == 0
+    with np.load(out) as arrays:
+        np.testing.assert_array_equal(arrays["value"], looped_recording.sink_mass().values)
+    out = tmp_path / "experts.csv"
+    assert run("export", recording, "experts", "--layer", 1, "--visit", 2, "--tokens", "3:6", "-o", out)[0] == 0
+    assert [line.split(",")[0] for line in out.read_text().splitlines()] == ["token", "3", "4", "5"]
+    for arguments, says in (
+        (["sink", "-o", "a.csv"], "nothing of the name 'sink'"),
+        (["experts", "-o", "a.csv"], "name a layer and a visit"),
+        (["Q", "--layer", "1", "--visit", "1", "-o", "a.csv"], "wasn't recorded"),
+        (["sink_mass", "-o", "a.xlsx"], ".parquet, .csv, .npz, .safetensors"),
+        (["tokens", "--tokens", "9", "-o", "a.csv"], "START:STOP"),
+    ):
+        code, _, err = run("export", recording, *arguments)
+        assert code == 1 and says in err and err.count("error:") == 1
+
+
+def test_info_says_what_is_inside_with_sizes_and_warnings(run: Run, recording: Path) -> None:
+    manifest = json.loads((recording / "manifest.json").read_text())
+    manifest["run"]["provenance"] |= {
+        "warnings": ["synthetic: random weights"],
+        "command": "x\x1b[2J",
+        "text": "[red]t[/]",
+    }
+    (recording / "manifest.json").write_text(json.dumps(manifest))
+    (recording / "analyses").mkdir()
+    (recording / "analyses" / "neurons.json").write_text("{}")
+    code, out, _ = run("info", recording)
+    assert code == 0 and "routing/ids" in out and "bytes a token" in out and "analysis   neurons.json" in out
+    assert "warning    synthetic: random weights" in out and "[red]t[/]" in out
+    assert "\x1b" not in out and r"x\x1b[2J" in out
+
+
+def test_a_hostile_recording_is_one_line_of_error_for_every_command(run: Run, recording: Path, tmp_path: Path) -> None:
+    (recording / "summary.h5").unlink()
+    (recording / "summary.h5").symlink_to("/etc/passwd")
+    for command in (["info", recording], ["export", recording, "sink_mass", "-o", tmp_path / "a.csv"]):
+        code, _, err = run(*command)
+        assert code == 1 and "symbolic link" in err and err.count("error:") == 1
+    assert run("validate", recording)[0] == 1
+    assert run("repair", recording)[0] == 0 and not (recording / "summary.h5").is_symlink()
+    assert run("validate", recording)[0] == 0

@@ -1,0 +1,85 @@
+"""`visitlens inspect`: the ledger, ties, reasons and guards of every family, by the command and as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from visitlens.app.cli import main
+from visitlens.app.commands.inspect import _text
+from visitlens.hooks.models.checkpoint import save_model
+from visitlens.probe.inspection import describe
+
+LEAKS = {"gpt_oss", "inkling2_loop_text", "albert", "zamba", "zamba2"}
+"""Families whose packed documents leak even by position ids alone, without a cache or a mask."""
+
+
+def test_every_family_passes_its_guards_and_its_ledger_is_the_plan(
+    family: str, make_hf: Callable[..., Any], expected_steps: dict[str, list[tuple[int, int]]]
+) -> None:
+    found = describe(make_hf(family), 16)
+    assert [(s["layer"], s["visit"]) for s in found["steps"]] == expected_steps[family]
+    assert [s["index"] for s in found["steps"]] == list(range(len(found["steps"])))
+    guards = {guard["name"]: guard for guard in found["guards"]}
+    assert not [guard for guard in guards.values() if guard["ok"] is False]
+    assert all(guards[name]["ok"] for name in ("observation", "attention rows", "documents"))
+    own = guards["own packing: position ids, no cache, no mask"]["detail"]
+    assert own.startswith("leaks" if family in LEAKS else "doesn't leak"), own
+    assert guards["own packing: position ids, all-ones mask"]["detail"].startswith("leaks")
+    looped = {s["layer"] for s in found["steps"] if s["visit"] > 1}
+    assert {tie["layer"] for tie in found["ties"]} == looped
+    ties = {tie["component"]: tie for tie in found["ties"]}
+    if family == "inkling2_loop_text":
+        assert ties["q_message_gate"]["status"] == "per-visit" and "visit 2, 3 only" in ties["q_message_gate"]["detail"]
+    if family == "zamba2":
+        assert ties["self_attn"]["status"] == "partly tied" and ties["input_layernorm"]["status"] == "tied"
+    json.dumps(found)
+    assert "guards" in _text({"model": family, **found})
+
+
+def test_the_command_inspects_folders(
+    make_hf: Callable[..., Any],
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import transformers
+
+    make_hf("dory").save_pretrained(tmp_path / "dory")
+    save_model(make_model(2), tmp_path / "native")
+    config = transformers.GPT2Config(n_layer=3, n_head=1, n_embd=4, vocab_size=9, n_positions=40)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+
+    def run(*arguments: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return (exit_.value.code or 0, *capsys.readouterr())
+
+    code, out, _ = run("inspect", tmp_path / "dory", "--json", "--no-checks")
+    steps = json.loads(out)["steps"]
+    assert code == 0 and steps[3] == {"index": 3, "module": "layers.1", "layer": 1, "visit": 2} and len(steps) == 8
+    code, out, _ = run("inspect", tmp_path / "dory")
+    assert (
+        code == 0 and "layer 1 runs 3 times" in out and "nGPT" in out and "ok   documents" in out and "FAIL" not in out
+    )
+    code, out, _ = run("inspect", tmp_path / "native", "--json")
+    assert [(s["layer"], s["visit"]) for s in json.loads(out)["steps"]] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (1, 2),
+        (2, 2),
+        (3, 1),
+    ]
+    code, out, _ = run("inspect", tmp_path / "gpt2", "--json")
+    found = json.loads(out)
+    assert code == 0 and len(found["steps"]) == 3 and "none for this family" in found["adapter"]
+    code, _, err = run("inspect", tmp_path / "nowhere")
+    assert code == 1 and "error:" in err

@@ -1,0 +1,134 @@
+"""Discovery of loops and ties on small modules, each with one trap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from visitlens.hooks.discovery import discover
+from visitlens.hooks.tie_audit import audit_ties
+from visitlens.kernels.errors import InputError
+
+TOKENS = torch.arange(12).view(1, 12)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.attn, self.mlp, self.norm = nn.Linear(width, width), nn.Linear(width, 3 * width), nn.LayerNorm(width)
+        self.gate = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
+        x = x + self.attn(self.norm(x)) + self.mlp(x)[..., :4]
+        return self.gate(x) if gated else x
+
+
+class Looped(nn.Module):
+    """Layers 1 and 2 of 4 run three times; a gate from the second visit on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.unused = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens))
+        for visit in range(3):
+            for layer in (self.layers[1], self.layers[2]):
+                x = layer(x, gated=visit > 0)
+        return self.layers[3](x)
+
+
+class Recursive(nn.Module):
+    """Four module objects, two physical layers: 0 and 2, 1 and 3. Norms and gates are each visit's own; `break_attention`
+    loses the tying of attention, as published code once did, with equal values."""
+
+    def __init__(self, break_attention: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        for a, b in ((self.layers[0], self.layers[2]), (self.layers[1], self.layers[3])):
+            b.mlp.weight, b.mlp.bias, b.gate.weight = a.mlp.weight, a.mlp.bias, a.gate.weight
+            if break_attention:
+                b.attn.load_state_dict(a.attn.state_dict())
+            else:
+                b.attn.weight, b.attn.bias = a.attn.weight, a.attn.bias
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, gated=True)
+        return x
+
+
+class OverTokens(nn.Module):
+    """One cell, called once a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cells = nn.Embedding(16, 4), nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        state = torch.zeros(len(tokens), 4)
+        for x in self.embed(tokens).unbind(1):
+            state = self.cells[0](state + x)
+        return state
+
+
+def pairs(model: nn.Module) -> list[tuple[int, int]]:
+    return [(s["layer"], s["visit"]) for s in discover(model, model, TOKENS).steps()]
+
+
+def statuses(model: nn.Module, layer: int) -> dict[str, str]:
+    return {
+        tie.component: tie.status for tie in audit_ties(model, discover(model, model, TOKENS)) if tie.layer == layer
+    }
+
+
+def test_a_span_that_runs_three_times_and_a_gate_of_later_visits() -> None:
+    model = Looped()
+    ledger = discover(model, model, TOKENS)
+    assert ledger.steps()[3] == {"index": 3, "module": "layers.1", "layer": 1, "visit": 2}
+    assert pairs(model) == [(0, 1), *[(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)], (3, 1)]
+    assert statuses(model, 1) == {"attn": "tied", "mlp": "tied", "norm": "tied", "gate": "per-visit"}
+    gate = next(tie for tie in audit_ties(model, ledger) if tie.component == "gate")
+    assert gate.detail == "at visit 2, 3 only: gate"
+    assert ledger.flags == ("unused.0 never ran",)
+
+
+def test_tied_parameters_of_distinct_modules_are_one_layer() -> None:
+    model = Recursive()
+    assert pairs(model) == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    assert statuses(model, 0) == {"attn": "tied", "mlp": "tied", "norm": "untied", "gate": "partly tied"}
+
+
+def test_an_attention_that_lost_its_tying_shows() -> None:
+    model = Recursive(break_attention=True)
+    assert pairs(model) == [(0, 1), (1, 1), (0, 2), (1, 2)]
+    attention = next(t for t in audit_ties(model, discover(model, model, TOKENS)) if t.component == "attn")
+    assert attention.status == "untied" and "attn.weight, attn.bias (equal copies now" in attention.detail
+
+
+def test_untied_modules_are_layers_of_their_own() -> None:
+    model = Recursive()
+    for layer in model.layers:
+        layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()})
+    model.layers[2] = Block()
+    model.layers[3] = Block()
+    assert pairs(model) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_call_for_each_token_is_no_visit() -> None:
+    model = OverTokens()
+    ledger = discover(model, model, TOKENS)
+    assert any(
+        "cells.0 ran 12 times over 12 tokens and 6 over 6: it recurs over tokens" in flag for flag in ledger.flags
+    )
+
+
+def test_a_model_without_module_lists_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4))
+    with pytest.raises(InputError, match="found no layers"):
+        discover(model, model, TOKENS)

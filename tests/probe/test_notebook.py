@@ -1,0 +1,215 @@
+"""The notebook's objects, as a person uses them: values, views, reprs, and nothing left behind."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import visitlens as vl
+from visitlens.hooks.intervene import intervene
+from visitlens.hooks.loop_plan import LoopSpec
+from visitlens.kernels.errors import CheckpointError, InputError
+from visitlens.probe.bundled import PAIR
+from visitlens.probe.notebook import Model, Run
+from visitlens.probe.opened import RecordedRun
+from visitlens.probe.pictures import LinkedMaps, coloured, loop_svg
+
+TEXT = "The router picks eight experts for each token, and the second visit keeps most."
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return vl.load()
+
+
+@pytest.fixture(scope="module")
+def run(model: Model) -> Run:
+    return model.run(TEXT)
+
+
+def hooked(model: Model) -> bool:
+    return any(point.has_hooks() for point in model.native.hook_dict.values()) or "forward" in model.native.__dict__
+
+
+def test_load_takes_a_name_or_a_folder_and_no_recording(model: Model, looped_recording: RecordedRun) -> None:
+    assert vl.load(PAIR["looped"]).config == model.config and vl.load("baseline").plan.looped_layers == ()
+    with pytest.raises(InputError, match=r"visitlens\.open"):
+        vl.load(looped_recording.recording.path)
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        vl.load("nowhere")
+
+
+def test_a_run_is_the_models_own_forward(model: Model, run: Run) -> None:
+    ids = [0, *model.tokenizer.encode(TEXT, add_special_tokens=False).ids]
+    logits = model.native(torch.tensor([ids]))[0]
+    assert torch.equal(run.logits, logits)
+    loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    torch.testing.assert_close(run.loss, loss)
+    with vl.capture(model.native, ["V"]) as captured:
+        model.native(torch.tensor([ids]))
+    assert torch.equal(run.site("V", layer=5, visit=2), captured.get("V", 5, 2)[0])
+    assert torch.equal(model.run(ids).logits, logits) and torch.equal(model.run(np.array(ids)).logits, logits)
+    assert "".join(run.tokens) == "<bos>" + TEXT
+    (best, share), *_ = run.top(1)
+    assert share == pytest.approx(float(logits[-1].softmax(-1).max()))
+    assert best == model.tokenizer.decode([int(logits[-1].argmax())])
+
+
+def test_several_texts_are_documents_of_their_own(model: Model, run: Run) -> None:
+    both = model.run(["One two three.", TEXT])
+    torch.testing.assert_close(both.logits[1], run.logits, atol=1e-4, rtol=1e-4)
+    short = int((both.segment_ids[0] >= 0).sum())
+    assert both.loss[0, short - 1 :].isnan().all() and not both.loss[0, : short - 1].isnan().any()
+    changed = both.with_(vl.do.resample("attn_write", layer=3))
+    assert torch.equal(changed.segment_ids, both.segment_ids) and not torch.equal(changed.logits, both.logits)
+
+
+def test_interventions_add_up_and_differences_are_after_less_before(model: Model, run: Run) -> None:
+    frozen = run.with_(vl.do.take("V"))
+    more = frozen.with_(vl.do.zero("PV", layer=6, head=1))
+    assert [repr(i) for i in more.interventions] == ["take('V', source=1)", "zero('PV', layer=6, head=1)"]
+    assert torch.equal(more.logits, model.run(TEXT, vl.do.take("V"), vl.do.zero("PV", layer=6, head=1)).logits)
+    diff = run.diff(frozen)
+    torch.testing.assert_close(diff.loss, frozen.loss - run.loss)
+    assert float(diff.site("V", 3, 1).abs().max()) == 0 < float(diff.site("V", 3, 2).abs().max())
+    assert bool((diff.divergence >= -1e-6).all()) and float(run.diff(run.with_()).divergence.abs().max()) < 1e-6
+    with pytest.raises(InputError, match="different tokens"):
+        run.diff(model.run("Another text."))
+
+
+def test_a_run_patches_another(model: Model, run: Run) -> None:
+    frozen = model.run(TEXT, vl.do.take("attn_write"), vl.do.take("moe_write"))
+    back = frozen.with_(vl.do.replace("resid", run, layer=6))  # the clean stream behind the loop: all is as it was
+    torch.testing.assert_close(back.logits, run.logits)
+    fresh = model.run(TEXT)
+    with pytest.raises(InputError, match="before `intervene` begins"), intervene(model.native, vl.do.zero("V")):
+        fresh.site("Q", 3, 1)
+
+
+def test_another_loop_count(model: Model, run: Run) -> None:
+    once = model.with_loops(1, "kept")
+    assert torch.equal(once.run(TEXT).logits, run.with_(vl.do.skip(layer=(2, 3, 4, 5), visit=2)).logits)
+    assert "1 visits" in repr(once) and torch.equal(model.with_loops(2).run(TEXT).logits, run.logits)
+
+
+def test_control_c_and_errors_leave_no_hook(model: Model, run: Run) -> None:
+    def interrupt(ids: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.with_(vl.do.zero("V", token=interrupt))
+    assert not hooked(model)
+    with pytest.raises(InputError, match="matched nothing"):
+        run.with_(vl.do.zero("V", token=999))
+    with pytest.raises(InputError, match="no layer 99"):
+        run.with_(vl.do.zero("V", layer=99))
+    assert not hooked(model) and torch.equal(model.run(TEXT).logits, run.logits)
+
+
+def test_what_cannot_be_run_is_refused(model: Model) -> None:
+    with pytest.raises(InputError, match="token ids must lie"):
+        model.run([0, 5_000])
+    with pytest.raises(InputError, match="exceed the model's context"):
+        model.run("word " * 2000)
+    with pytest.raises(InputError, match="at least one"):
+        model.run([])
+
+
+# Views
+
+
+def test_attention_shows_both_visits_and_the_difference(model: Model, run: Run) -> None:
+    maps = run.attention(layer=3, head=2)
+    assert list(maps.panels) == ["visit 1", "visit 2", "visit 2 - visit 1"]
+    first, second, difference = maps.panels.values()
+    np.testing.assert_allclose(np.nansum(first, 1), 1, rtol=1e-5)
+    np.testing.assert_allclose(second, np.where(np.isnan(second), np.nan, run.site("P", 3, 2)[2].numpy()))
+    np.testing.assert_allclose(difference, second - first)
+    assert list(run.attention(0, 1).panels) == ["visit 1"]
+    for wrong, said in (((3, 9), "head in 0..5"), ((9, 0), "no visit 1 of layer 9")):
+        with pytest.raises(InputError, match=said):
+            run.attention(*wrong)
+
+
+def test_experts_show_the_gates_used(model: Model, run: Run) -> None:
+    maps = run.experts(layer=4)
+    table = maps.panels["visit 2"]
+    np.testing.assert_allclose(table.sum(1), 1, rtol=1e-5)
+    assert (table > 0).sum(1).tolist() == [8] * len(run.tokens)
+    ids = run.site("experts", 4, 2)[5].tolist()
+    assert sorted(np.flatnonzero(table[5])) == sorted(ids)
+
+
+def test_maps_are_html_with_its_data_and_a_picture(run: Run) -> None:
+    bundle = run.attention(3, 2)._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "image/png", "text/plain"}
+    page = bundle["text/html"]
+    assert page.count("<img") == 3 and "data:image/png" in page and "http" not in page
+    hostile = LinkedMaps("a<b", {"x": np.eye(2)}, ["</script><b>", "1"], ["0", "1"], ("r", "c"))
+    assert "</script><b>" not in hostile.to_html() and "a&lt;b" in hostile.to_html()
+
+
+def test_the_picture_is_a_png_of_the_values() -> None:
+    maps = LinkedMaps("m", {"x": np.array([[1.0, -1.0], [0.0, np.nan]])}, ["0", "1"], ["0", "1"], ("r", "c"))
+    data = maps.to_png()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20], "big") == 256
+    start = data.index(b"IDAT") + 4
+    raw = np.frombuffer(zlib.decompress(data[start : data.index(b"IEND") - 8]), np.uint8).reshape(256, 1 + 3 * 256)
+    assert (raw[:, 0] == 0).all()
+    corners = raw[:, 1:].reshape(256, 256, 3)[[0, 0, -1, -1], [0, -1, 0, -1]].tolist()
+    assert corners == [[178, 24, 43], [33, 102, 172], [255, 255, 255], [225, 225, 225]]
+    assert coloured(np.array([[0.5]]), 1.0)[0, 0].tolist() == [216, 140, 149]
+
+
+def test_maps_of_different_shapes_or_too_large_are_refused() -> None:
+    with pytest.raises(InputError, match=r"maps of shape \(2, 2\)"):
+        LinkedMaps("m", {"x": np.eye(3)}, ["0", "1"], ["0", "1"], ("r", "c"))
+    with pytest.raises(InputError, match="to 1024"):
+        LinkedMaps("m", {"x": np.zeros((1, 2000))}, ["0"], ["0"] * 2000, ("r", "c"))
+
+
+# How they read
+
+
+def test_everything_says_what_it_is(model: Model, run: Run, looped_recording: RecordedRun) -> None:
+    assert "layers 2-5 run 2 times" in repr(model) and "unlooped" in repr(vl.load("baseline"))
+    assert f"Run({len(run.tokens)} tokens" in repr(run)
+    frozen = run.with_(vl.do.take("V"))
+    assert "take('V', source=1)" in repr(frozen) and "take('V', source=1): +" in repr(run.diff(frozen))
+    assert "<svg" in model._repr_html_() and "2 visits" in model._repr_html_()
+    assert run._repr_html_().count("<span") == len(run.tokens)
+    assert "nats" in run.diff(frozen)._repr_html_()
+    assert "sink_mass" in looped_recording._repr_html_() and "<svg" in looped_recording._repr_html_()
+    assert len(run.plot().data[0].y) == len(run.tokens) - 1 and run.diff(frozen).plot().data
+
+
+def test_a_loop_is_drawn_with_its_visits() -> None:
+    assert "3 visits" in loop_svg(LoopSpec(4, range(1, 3), 3).plan()) and "4 layers, 8 steps" in loop_svg(
+        LoopSpec(4, range(1, 3), 3).plan()
+    )
+    assert "visits" not in loop_svg(LoopSpec(4, range(0), 1).plan())
+
+
+def test_names_complete_on_tab() -> None:
+    assert {"run", "experiment", "with_loops", "sample", "dyck"} <= set(dir(Model))
+    assert {"site", "diff", "with_", "attention", "experts", "plot", "show", "top"} <= set(dir(Run))
+    assert {"take", "zero", "skip", "swap", "replace", "knock_out_sink"} <= set(vl.do.__all__)
+    assert {"load", "do", "experiment", "intervene", "Sample"} <= set(dir(vl))
+
+
+def test_show_prints_in_a_terminal(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.attention(3, 0).show()
+    run.show()
+    assert "Attention of layer 3, head 0" in capsys.readouterr().out
+
+
+def test_an_experiment_from_the_model(model: Model, tmp_path: Path) -> None:
+    sample = model.sample(["One document.", "Another document, a bit longer."])
+    results = model.experiment("skip_visit", sample)
+    assert results.skip_block.documents == 2
+    assert "2·1" in results.skip_visit._repr_html_() and "<svg" in results.skip_block.sel(slice="text")._repr_html_()
+    assert len(model.dyck(prompts=1, shots=(1,)).prompts) == 1

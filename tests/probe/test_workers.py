@@ -1,0 +1,115 @@
+"""Several processes write what one would have written, through a Ctrl-C, a killed worker and a second writer."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from visitlens.hooks.recorder import RecordingOptions
+from visitlens.hooks.recording import Recording
+from visitlens.hooks.validate import validate
+from visitlens.kernels.errors import InputError, StorageError
+from visitlens.probe.bundled import PAIR, SAMPLE
+from visitlens.probe.run import PreparedRun, RunRequest
+
+
+def request(out: Path, **changes: object) -> RunRequest:
+    """About 2,000 tokens of the bundled model in contexts of 64, shards of four contexts."""
+    options = RecordingOptions(level="tokens", shard_tokens=256, batch=2)
+    fields = {"measures": ("sink_mass", "resid_rms", "expert_load"), "context_length": 64, "max_tokens": 2000}
+    return RunRequest(
+        checkpoint=PAIR["looped"], text=SAMPLE, out=out, options=options, threads=1, **{**fields, **changes}
+    )
+
+
+def assert_same(one: Recording, two: Recording) -> None:
+    """To 1e-9, as summed in another order; tokens and experts exactly."""
+    assert one.complete and two.complete and one.run["config_sha256"] == two.run["config_sha256"]
+    for name, expected in one.totals.items():
+        np.testing.assert_allclose(two.totals[name].total, expected.total, rtol=1e-9, atol=1e-9, err_msg=name)
+        np.testing.assert_array_equal(two.totals[name].count, expected.count, err_msg=name)
+    np.testing.assert_array_equal(one.token_table()["id"], two.token_table()["id"])
+    np.testing.assert_array_equal(one.experts(3, 2)[0], two.experts(3, 2)[0])
+    np.testing.assert_array_equal(one.token_stat("sink_mass"), two.token_stat("sink_mass"))
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory) -> Recording:
+    out = tmp_path_factory.mktemp("single") / "r.vlens"
+    return Recording(PreparedRun(request(out)).record())
+
+
+def test_a_killed_worker_a_second_writer_and_ctrl_c_lose_nothing(single: Recording, tmp_path: Path) -> None:
+    """Two workers, one killed and replaced, then stopped; one process finishes."""
+    out = tmp_path / "r.vlens"
+    killed: list[int] = []
+    pressed: list[int] = []
+
+    def disturb(done: int, total: int) -> None:
+        if done and not killed:
+            with pytest.raises(StorageError, match="another process is writing this recording"):
+                PreparedRun(request(out, workers=2)).record()
+            killed.append(multiprocessing.active_children()[0].pid or 0)
+            os.kill(killed[0], signal.SIGKILL)
+        elif done > 1200 and not pressed:
+            pressed.append(done)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        PreparedRun(request(out, workers=2)).record(disturb)
+    assert killed and not multiprocessing.active_children()
+    part = Recording(out)
+    assert 0 < part.tokens < part.run["tokens"] and validate(out).exit_code == 3
+    assert {shard["worker"] for shard in part.shards} == {0, 1}
+    kept = {shard["name"]: shard["sha256"] for shard in part.shards}
+    whole = Recording(PreparedRun(request(out)).record())
+    assert_same(single, whole)
+    assert validate(out).exit_code == 0 and not list(out.rglob("*.tmp"))
+    assert {shard["name"]: shard["sha256"] for shard in whole.shards}.items() >= kept.items()
+
+
+def test_impossible_requests_are_refused(tmp_path: Path) -> None:
+    for changes, says in (({"workers": 0}, "at least one worker"), ({"engine": "dask"}, "engine among process, ray")):
+        with pytest.raises(InputError, match=says):
+            replace(request(tmp_path / "r"), **changes)
+
+
+def test_where_a_recording_comes_from_and_what_to_be_warned_of(tmp_path: Path) -> None:
+    prepared = PreparedRun(request(tmp_path / "r", synthetic="random weights"))
+    made = prepared.provenance
+    assert len(made["tokenizer_sha256"]) == len(made["weights_sha256"]) == 64 and made["versions"]["numpy"]
+    assert made["warnings"][0] == "synthetic: random weights"
+    assert made["warnings"][1].startswith("truncated: the first 2,0")
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is an optional extra")
+def test_a_ray_cluster_of_two_nodes_that_loses_one_writes_the_same(single: Recording, tmp_path: Path) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    out, killed = tmp_path / "r.vlens", []
+    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    second = cluster.add_node(**node)
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+
+        def kill_a_node(done: int, total: int) -> None:
+            if done and not killed:
+                killed.append(done)
+                cluster.remove_node(second, allow_graceful=False)
+
+        PreparedRun(request(out, workers=2, engine="ray")).record(kill_a_node)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    assert killed and killed[0] < single.tokens
+    assert_same(single, Recording(out))
+    assert validate(out).exit_code == 0
