@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import visitlens
+from visitlens.hooks import schema
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
 from visitlens.kernels.errors import InputError
 from visitlens.probe import analyses
@@ -74,7 +75,7 @@ def ablate_recording(
         )
     settings = _settings(request)
     kinds = {analyses.ABLATION: request.name} | ({analyses.DYCK: request.mode} if request.metric == "dyck" else {})
-    files = [request.recording / analyses.FOLDER / f"{kind}-{name}.json" for kind, name in kinds.items()]
+    files = [request.recording / schema.ANALYSES / f"{kind}-{name}.json" for kind, name in kinds.items()]
     if not request.replace and _same(request.recording, kinds, settings):
         return files
     torch.set_num_threads(request.threads or 1)

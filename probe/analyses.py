@@ -8,9 +8,7 @@ somewhere: its size, shapes, numbers and texts are checked before anything is ma
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.hooks import schema
 from visitlens.hooks.shards import commit
+from visitlens.hooks.untrusted import read_json, real_folder
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.grouped import (
     VERSION,
@@ -34,9 +34,7 @@ from visitlens.probe.grouped import (
 from visitlens.probe.head_ablation import ABLATION, HeadAblation
 from visitlens.probe.measure import StatArray
 
-FOLDER = "analyses"
 DYCK = "dyck"
-MAX_BYTES = 64_000_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -143,20 +141,20 @@ def store(recording: Path, analysis: HeadAblation | DyckStudy) -> Path:
         StorageError: no room or no permission.
     """
     kind = ABLATION if isinstance(analysis, HeadAblation) else DYCK
-    file = recording / FOLDER / f"{kind}-{check_name(analysis.name)}.json"
-    if file.parent.is_symlink():
-        raise RecordingError(f"{file.parent}: a link, not a folder of this recording")
+    file = real_folder(recording / schema.ANALYSES) / f"{kind}-{check_name(analysis.name)}.json"
     file.parent.mkdir(exist_ok=True)
     commit(file, (json.dumps(analysis.to_dict(), ensure_ascii=False, allow_nan=False) + "\n").encode())
     return file
 
 
 def stored(recording: Path, kind: str) -> list[str]:
-    """Names of the analyses of a kind, sorted."""
-    folder = recording / FOLDER
-    if folder.is_symlink() or not folder.is_dir():
-        return []
-    names = (path.name.removeprefix(f"{kind}-").removesuffix(".json") for path in folder.glob(f"{kind}-*.json"))
+    """Names of the analyses of a kind, sorted.
+
+    Raises:
+        RecordingError: the analyses folder is a link.
+    """
+    files = real_folder(recording / schema.ANALYSES).glob(f"{kind}-*.json")
+    names = (path.name.removeprefix(f"{kind}-").removesuffix(".json") for path in files)
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
@@ -166,23 +164,18 @@ def load(recording: Path, kind: str, name: str) -> Any:
     Raises:
         RecordingError: the file is no such analysis, is too large, or holds something that doesn't fit.
     """
-    file = recording / FOLDER / f"{kind}-{check_name(name)}.json"
+    file = real_folder(recording / schema.ANALYSES) / f"{kind}-{check_name(name)}.json"
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as opened:  # noqa: PTH123 (a descriptor, not a path)
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > MAX_BYTES:
-                raise ValueError(f"expected a regular file of at most {MAX_BYTES:,} bytes")
-            data = json.loads(opened.read(MAX_BYTES), parse_constant=_refuse_constant)
+        data = read_json(file)
         if data["format"] != f"visitlens-{kind}" or data["version"] != VERSION or data["name"] != name:
             raise ValueError(
                 f"format {data['format']!r}, version {data['version']!r}, name {data['name']!r}; this visitlens reads "
                 f"'visitlens-{kind}', version {VERSION}"
             )
         return _KINDS[kind].from_dict(data)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: RecordingError too
         raise RecordingError(
-            f"{file}: not a readable {kind} analysis ({error!r}); make it again with `visitlens ablate`"
+            f"{file}: not a readable {kind} analysis ({error!s:.300}); make it again with `visitlens ablate`"
         ) from error
 
 
@@ -198,7 +191,3 @@ def _example(data: Mapping[str, Any], visits: int) -> DyckExample:
     if not inside:
         raise ValueError("targets or demonstrations lie outside the prompt")
     return DyckExample(data["shots"], pieces, targets, spans, maps)
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
