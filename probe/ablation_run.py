@@ -14,7 +14,7 @@ import torch
 import visitlens
 from visitlens.hooks import schema
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
@@ -157,12 +157,14 @@ def _settings(request: AblationRequest) -> dict[str, Any]:
 
 def _same(recording: Path, kinds: dict[str, str], settings: dict[str, Any]) -> bool:
     """Whether all analyses are there, made with these settings."""
-    for kind, name in kinds.items():
-        if name not in analyses.stored(recording, kind):
-            return False
-        if analyses.load(recording, kind, name).about.get("settings") != settings:
-            return False
-    return True
+    try:
+        return all(
+            name in analyses.stored(recording, kind)
+            and analyses.load(recording, kind, name).about.get("settings") == settings
+            for kind, name in kinds.items()
+        )
+    except RecordingError:  # damaged: it is made anew
+        return False
 
 
 def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, Any]:
