@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,7 +116,9 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
-        navigation=navigation(context, path, view.selection.change(metric=None, agg=None, segment=None).query()),
+        navigation=navigation(
+            context, path, replace(view.selection, extra={}).change(metric=None, agg=None, segment=None).query()
+        ),
         bar=bar(page, view),
         content=[*_notices(view), *content],
         palette=palette(view),
