@@ -10,7 +10,7 @@ from dash import html
 
 from visitlens.app.components import card, number, state, table
 from visitlens.app.context import View
-from visitlens.app.layout import layered, measures
+from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.kernels.errors import VisitlensError
