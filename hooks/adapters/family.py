@@ -102,7 +102,7 @@ class Family(ABC):
         return ModelFacts(
             family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]
             num_layers=len(anatomy.layers),
-            missing=anatomy.missing,
+            missing={"expert_in": ONE_INPUT, **anatomy.missing},
             absent=anatomy.absent,
             notes=anatomy.notes,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
@@ -119,6 +119,7 @@ def _first(*ids: Any) -> int:
     return 0
 
 
+ONE_INPUT = "router and experts read one tensor of a module; it is moe_in"
 NO_ROUTER = "its feed-forward layers are dense, there is no router"
 
 
