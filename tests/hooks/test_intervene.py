@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -405,6 +406,11 @@ def test_a_loop_count_of_an_unlooped_model_or_below_one_is_refused(make_model, l
         with_loop_count(looped, 0)
     with pytest.raises(InputError, match="rescaled"):
         with_loop_count(looped, 2, "half")
+
+
+def test_a_model_without_hook_points_is_refused() -> None:
+    with pytest.raises(InputError, match="SimpleNamespace has none"), intervene(SimpleNamespace(), zero("V")):  # type: ignore[arg-type]
+        pass
 
 
 def test_an_intervention_reads_as_it_is_written(looped) -> None:
