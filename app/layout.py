@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 from dash import dcc, html
 
-from visitlens.app.components import command, icon, panel_card, selector, state
+from visitlens.app.components import command, icon, panel_card, state
 from visitlens.app.context import Context, View, describe_needs, view_of
+from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
-from visitlens.app.state import AGGREGATIONS
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import largest_change
-from visitlens.probe.measure import Measure
-from visitlens.probe.opened import RecordedRun
 
 WATCH_MS = 4000
 """How often an unfinished recording, or a folder without one, is looked at again."""
@@ -116,7 +114,9 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
-        navigation=navigation(context, path, view.selection.change(metric=None, agg=None, segment=None).query()),
+        navigation=navigation(
+            context, path, replace(view.selection, extra={}).change(metric=None, agg=None, segment=None).query()
+        ),
         bar=bar(page, view),
         content=[*_notices(view), *content],
         palette=palette(view),
@@ -159,7 +159,7 @@ def bar(page: ModuleType | None, view: View) -> list[Any]:
     """Breadcrumb and selectors."""
     return [
         html.Div([_breadcrumb(page, view), html.Div(_tools(view), className="bar-tools")], className="bar-top"),
-        html.Div(_controls(page, view), className="controls", role="group", **{"aria-label": "Selection"}),
+        html.Div(controls(page, view), className="controls", role="group", **{"aria-label": "Selection"}),
     ]
 
 
@@ -195,19 +195,6 @@ def _surprise(view: View) -> list[dict[str, str]]:
         return []
     text = f"Surprise me: layer {layer}, head {head}, sink mass {change:+.2f}".replace("-", "−")
     return [{"text": text, "kind": "action", "href": view.href("/heads", layer=layer, head=head, metric="sink_mass")}]
-
-
-def layered(run: RecordedRun, name: str) -> bool:
-    """Whether a measure has a value for each layer."""
-    axes = run.recording.totals[name].attributes["axes"].split(",")
-    return axes[0] in ("step", "pair") and "later_step" not in axes
-
-
-def measures(view: View) -> list[Measure]:
-    """Those of the run that have a value a layer, by title."""
-    run = view.recorded
-    found = [run.stat(name).measure for name in run.measures if layered(run, name)]
-    return sorted(found, key=lambda measure: measure.title.lower())
 
 
 def _content(page: ModuleType, view: View) -> list[Any]:
@@ -311,76 +298,6 @@ def _tools(view: View) -> list[Any]:
             title="This page as one file that needs nothing else",
         ),
     ]
-
-
-def _controls(page: ModuleType | None, view: View) -> list[Any]:
-    entries = view.context.registry.entries()
-    if not entries or view.entry is None:
-        return []
-    runs = [(e.id, e.name + ("" if e.run else " (can't be read)")) for e in entries]
-    found = [selector("recording", "run", runs, view.entry.id)]
-    if view.run is None or page is None or describe_needs(view, page.NEEDS):
-        return found
-    for name in getattr(page, "CONTROLS", ()):
-        found += _CONTROLS[name](page, view)
-    return found
-
-
-def _visits(page: ModuleType, view: View) -> list[Any]:
-    most = max(view.recorded.plan.visits.values())
-    pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
-    a, b = view.visits
-    choices = [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs]
-    return [selector("visits", "visits", choices, f"{a}-{b}")] if pairs else []
-
-
-def _layers(page: ModuleType, view: View) -> list[Any]:
-    plan = view.recorded.plan
-    layers = plan.looped_layers if "looped" in page.NEEDS else sorted(plan.visits)
-    return [selector("layer", "layer", [(str(n), str(n)) for n in layers], str(view.layer))]
-
-
-def _heads(page: ModuleType, view: View) -> list[Any]:
-    heads = range(view.recorded.recording.config["num_heads"])
-    return [selector("head", "head", [(str(n), str(n)) for n in heads], str(view.head))]
-
-
-def _metrics(page: ModuleType, view: View) -> list[Any]:
-    offered = page.METRICS(view) if hasattr(page, "METRICS") else measures(view)
-    chosen = page.metric(view) if hasattr(page, "metric") else view.selection.metric
-    return [selector("measure", "metric", [(m.name, m.title) for m in offered], chosen)]
-
-
-def _aggregations(page: ModuleType, view: View) -> list[Any]:
-    texts = {"mean": "mean over heads", "each": "each head", "token": "token by token"} | getattr(
-        page, "AGGREGATIONS", {}
-    )
-    names = getattr(page, "AGGREGATIONS", None) or {name: texts[name] for name in AGGREGATIONS}
-    return [selector("aggregation", "agg", [(n, texts[n]) for n in names], view.selection.agg or next(iter(names)))]
-
-
-def _others(page: ModuleType, view: View) -> list[Any]:
-    entries = [e for e in view.context.registry.entries() if e.run and view.entry and e.id != view.entry.id]
-    other = view.selection.other
-    if not other and view.entry is not None and (mate := view.context.registry.partner(view.entry.id)):
-        other = mate.id
-    return [selector("compared with", "other", [(e.id, e.name) for e in entries], other)] if entries else []
-
-
-def _segments(page: ModuleType, view: View) -> list[Any]:
-    choices, value = page.segment_choices(view)
-    return [selector("document", "segment", choices, value)]
-
-
-_CONTROLS = {
-    "visits": _visits,
-    "layer": _layers,
-    "head": _heads,
-    "metric": _metrics,
-    "agg": _aggregations,
-    "other": _others,
-    "segment": _segments,
-}
 
 
 def _link(text: str, href: str) -> html.A:

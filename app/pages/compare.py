@@ -10,13 +10,13 @@ from dash import html
 
 from visitlens.app.components import card, number, state, table
 from visitlens.app.context import View
-from visitlens.app.layout import layered, measures
+from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.opened import RecordedRun
 
 PATH, TITLE, ORDER = "/compare", "Compare", 40
 NEEDS = ("recording",)
@@ -201,6 +201,3 @@ def _all(view: View, run: RecordedRun, other: RecordedRun, names: tuple[str, str
 
 def _distinct(first: str, second: str) -> tuple[str, str]:
     return (first, second) if first != second else (f"{first} (this)", f"{second} (other)")
-
-
-__all__ = ["by", "difference_of", "layout", "step_label"]

@@ -9,7 +9,7 @@ from dash import Input, Output, State, html
 
 from visitlens.app.components import card
 from visitlens.app.context import Context, View
-from visitlens.app.layout import measures
+from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
 from visitlens.app.plots import Line
 from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits

@@ -12,7 +12,7 @@ from dash import html
 from visitlens.app.attention import key_changes
 from visitlens.app.components import card, number, table
 from visitlens.app.context import View, routed
-from visitlens.app.layout import measures
+from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, notebook
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from visitlens.app.cli import main
 from visitlens.app.commands.inspect import _text
@@ -42,6 +44,23 @@ def test_every_family_passes_its_guards_and_its_ledger_is_the_plan(
     assert "guards" in _text({"model": family, **found})
 
 
+def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
+    import transformers
+
+    from visitlens.hooks.adapters.adapt import adapt
+    from visitlens.hooks.guards import check
+
+    page = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
+    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class GPT2" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)  # the page's own example
+    config = transformers.GPT2Config(n_layer=3, n_head=2, n_embd=8, vocab_size=61, n_positions=40)
+    model = adapt(transformers.GPT2LMHeadModel(config), names["GPT2"]())
+    guards = check(model, torch.randint(0, 61, (1, 16)))
+    kept = [guard.name for guard in guards if guard.ok]
+    assert kept == ["observation", "writes", "attention rows", "documents", "cached generation"]
+
+
 def test_the_command_inspects_folders(
     make_hf: Callable[..., Any],
     make_model: Callable[..., Any],
@@ -53,8 +72,9 @@ def test_the_command_inspects_folders(
 
     make_hf("dory").save_pretrained(tmp_path / "dory")
     save_model(make_model(2), tmp_path / "native")
-    config = transformers.GPT2Config(n_layer=3, n_head=1, n_embd=4, vocab_size=9, n_positions=40)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    sizes = {"hidden_size": 4, "word_embed_proj_dim": 4, "ffn_dim": 8, "num_attention_heads": 1, "vocab_size": 9}
+    config = transformers.OPTConfig(num_hidden_layers=3, max_position_embeddings=40, **sizes)
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
 
     def run(*arguments: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
@@ -78,7 +98,7 @@ def test_the_command_inspects_folders(
         (2, 2),
         (3, 1),
     ]
-    code, out, _ = run("inspect", tmp_path / "gpt2", "--json")
+    code, out, _ = run("inspect", tmp_path / "opt", "--json")
     found = json.loads(out)
     assert code == 0 and len(found["steps"]) == 3 and "none for this family" in found["adapter"]
     code, _, err = run("inspect", tmp_path / "nowhere")

@@ -162,9 +162,8 @@ def test_a_model_without_an_adapter_is_refused_with_those_there_are() -> None:
 
     from visitlens.hooks.adapters.adapt import adapt
 
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4, vocab_size=9))
-    with pytest.raises(
-        vl.VisitlensError, match="no adapter for model type 'gpt2'; there are albert, deepseek_v3, dory"
-    ):
+    sizes = {"hidden_size": 4, "word_embed_proj_dim": 4, "ffn_dim": 8, "num_attention_heads": 1, "vocab_size": 9}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(num_hidden_layers=1, **sizes))
+    with pytest.raises(vl.VisitlensError, match="no adapter for model type 'opt'; there are albert, deepseek_v3, dory"):
         adapt(model)
     assert torch.is_grad_enabled()
