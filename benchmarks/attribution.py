@@ -4,7 +4,7 @@
 
 Speed-up is CPU time of the exact ablation of every head over that of one attribution of all heads and all experts, on the same
 contexts, interleaved, median of the rounds. The exact side already shares the forward up to the ablated step; its time is measured on one
-head of every step and multiplied by the heads. Agreement is over every head (zero and mean ablation) and over experts spread evenly over the ranking.
+head of every step and multiplied by the heads. Agreement is over units spread evenly over the gradient's ranking (by default every head).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
     tokens: Annotated[int, typer.Option(help="tokens of the sample")] = 4096,
     rounds: Annotated[int, typer.Option(help="interleaved rounds")] = 3,
-    checked: Annotated[int, typer.Option(help="experts to check exactly")] = 36,
+    checked: Annotated[int, typer.Option(help="heads, and experts, to check exactly")] = 72,
 ) -> None:
     """Times attribution and exact ablation in turn, then compares what they say."""
     torch.set_num_threads(1)
@@ -58,8 +58,7 @@ def main(
     }
     for kind, means in (("zero", None), ("mean", site_means(native, sample.contexts, ["PV"]))):
         guess, experts = (effect.sum(0) / counts for effect in attribute(native, sample, means))
-        cells = [(i, h) for i in range(len(steps)) for h in range(heads)]
-        results[f"heads_{kind}"] = agreement(native, sample, "heads", guess, cells, means)
+        results[f"heads_{kind}"] = agreement(native, sample, "heads", guess, spread(guess, checked), means)
         if means is None:
             results["experts"] = agreement(native, sample, "experts", experts, spread(experts, checked), None)
     text = json.dumps(results, indent=1)
