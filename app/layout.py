@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from dash import dcc, html
 
-from visitlens.app.components import command, icon, panel_card, state
+from visitlens.app.components import attrs, command, icon, panel_card, state
 from visitlens.app.context import Context, View, describe_needs, view_of
 from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
@@ -49,43 +49,45 @@ def frame(context: Context) -> html.Div:
             html.Aside(
                 [
                     html.A(
-                        [html.Span(className="logo", **{"aria-hidden": "true"}), "visitlens"],
+                        [html.Span(className="logo", **attrs({"aria-hidden": "true"})), "visitlens"],
                         href=context.prefix,
                         className="brand",
                     ),
-                    html.Nav(navigation(context, "", ""), id="navigation", **{"aria-label": "Pages"}),
+                    html.Nav(navigation(context, "", ""), id="navigation", **attrs({"aria-label": "Pages"})),
                     html.Div(
                         [
                             html.Button(
                                 [icon("search"), "Go to", html.Kbd("Ctrl K")],
                                 type="button",
                                 className="text-button",
-                                **{"data-action": "palette", "aria-label": "Go to a page, run, layer or measure"},
+                                **attrs(
+                                    {"data-action": "palette", "aria-label": "Go to a page, run, layer or measure"}
+                                ),
                             ),
                             html.Button(
                                 [icon("theme"), "Theme"],
                                 id="theme",
                                 type="button",
                                 className="text-button",
-                                **{"aria-label": "Switch between light and dark"},
+                                **attrs({"aria-label": "Switch between light and dark"}),
                             ),
                         ],
                         className="side-tools",
                     ),
                 ],
                 className="side",
-                **{"aria-label": "Dashboard"},
+                **attrs({"aria-label": "Dashboard"}),
             ),
             html.Div(
                 [
                     html.Header([], id="bar", className="bar"),
                     html.Main([html.Div(className="placeholder")], id="main", tabIndex=-1),
-                    html.Section(id="tray", **{"aria-label": "Pinned panels"}),
+                    html.Section(id="tray", **attrs({"aria-label": "Pinned panels"})),
                 ],
                 className="body",
             ),
-            html.Div(id="announce", className="unseen", role="status", **{"aria-live": "polite"}),
-            html.Div(id="toast", **{"aria-hidden": "true"}),
+            html.Div(id="announce", className="unseen", role="status", **attrs({"aria-live": "polite"})),
+            html.Div(id="toast", **attrs({"aria-hidden": "true"})),
         ],
     )
 
@@ -159,7 +161,7 @@ def bar(page: ModuleType | None, view: View) -> list[Any]:
     """Breadcrumb and selectors."""
     return [
         html.Div([_breadcrumb(page, view), html.Div(_tools(view), className="bar-tools")], className="bar-top"),
-        html.Div(controls(page, view), className="controls", role="group", **{"aria-label": "Selection"}),
+        html.Div(controls(page, view), className="controls", role="group", **attrs({"aria-label": "Selection"})),
     ]
 
 
@@ -273,7 +275,7 @@ def _breadcrumb(page: ModuleType | None, view: View) -> html.Nav:
     return html.Nav(
         [html.H1(page.TITLE if page else "Not found"), html.Ol([html.Li(step) for step in steps])],
         className="breadcrumb",
-        **{"aria-label": "Breadcrumb"},
+        **attrs({"aria-label": "Breadcrumb"}),
     )
 
 
@@ -281,14 +283,14 @@ def _tools(view: View) -> list[Any]:
     name = view.path.strip("/") or "overview"
     return [
         html.Button(
-            [icon("link"), "Copy link"], type="button", className="text-button", **{"data-action": "copy-link"}
+            [icon("link"), "Copy link"], type="button", className="text-button", **attrs({"data-action": "copy-link"})
         ),
         html.Button(
             [icon("save"), "Keep"],
             type="button",
             className="text-button",
             title="Keep this view in the list of the command palette",
-            **{"data-action": "keep"},
+            **attrs({"data-action": "keep"}),
         ),
         html.A(
             [icon("snapshot"), "Snapshot"],

@@ -86,7 +86,7 @@ def build(context: Context, access: Access | None = None) -> Dash:
     server.config.update(TRUSTED_HOSTS=access.trusted, MAX_CONTENT_LENGTH=_MOST_BYTES)
     app = Dash(
         "visitlens",
-        server=server,
+        server=server,  # type: ignore[arg-type]  (Dash's hint forgets Flask)
         title="visitlens",
         update_title="",
         assets_folder=str(_ASSETS),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.components import card, number, state, table
+from visitlens.app.components import attrs, card, number, state, table
 from visitlens.app.context import View
 from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
@@ -68,7 +68,7 @@ def layout(view: View) -> list[Any]:
             for key, text in _WAYS.items()
         ],
         className="chips",
-        **{"aria-label": "Compare by"},
+        **attrs({"aria-label": "Compare by"}),
     )
     drawn = [Line(names[0], first, looks[0]), Line(names[1], second, looks[1])]
     x_title = _WAYS[way] + (", numbered in order" if way == "step" else "")

@@ -7,7 +7,7 @@ from typing import Any
 import dash_ag_grid as dag
 from dash import Input, Output, State, html
 
-from visitlens.app.components import card
+from visitlens.app.components import attrs, card
 from visitlens.app.context import Context, View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
@@ -187,5 +187,8 @@ def _table_card(view: View) -> html.Section:
         "Sort by a column's heading; Δ is the later visit minus the earlier. A row opens the head.", className="caption"
     )
     return card(
-        "All heads", [html.Div(grid, **{"data-ag-theme-mode": view.theme.name}), note], wide=True, key="all-heads"
+        "All heads",
+        [html.Div(grid, **attrs({"data-ag-theme-mode": view.theme.name})), note],
+        wide=True,
+        key="all-heads",
     )

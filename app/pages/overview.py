@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.components import badge, card, number, state, table
+from visitlens.app.components import attrs, badge, card, number, state, table
 from visitlens.app.context import View
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
@@ -109,7 +109,7 @@ def grid_panel(view: View) -> Panel:
         rows=lambda: rows,
         code=f"import visitlens as vl\n\nrec = vl.open('run.vlens')\n{chosen.code}\n",
         links={"hrefs": hrefs},
-        tools=[html.Nav(links, className="chips", **{"aria-label": "Number shown"})],
+        tools=[html.Nav(links, className="chips", **attrs({"aria-label": "Number shown"}))],
         wide=True,
     )
 
@@ -155,12 +155,12 @@ def _plan_strip(view: View) -> html.Ol:
                     href=view.href("/heads", layer=step.layer, head=None, token=None),
                     className=f"step {f'visit-{min(step.visit, 6)}' if step.layer in looped else 'once'}",
                     title=f"layer {step.layer}, visit {step.visit}",
-                    **{"aria-label": f"layer {step.layer}, visit {step.visit}"},
+                    **attrs({"aria-label": f"layer {step.layer}, visit {step.visit}"}),
                 )
             )
             for step in view.recorded.plan.steps
         ],
-        **{"aria-label": "Steps of one forward, in order"},
+        **attrs({"aria-label": "Steps of one forward, in order"}),
     )
 
 
