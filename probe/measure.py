@@ -85,12 +85,12 @@ class StatArray:
         if self.replicates is None or not self.replicates.shape[0]:
             return np.full(self.values.shape, np.nan), np.full(self.values.shape, np.nan)
         tail = (1 - level) / 2
-        low, high = np.quantile(self.replicates, [tail, 1 - tail], axis=0)
+        bounds = np.quantile(self.replicates, [tail, 1 - tail], axis=0)
         undrawn = np.isnan(self.replicates)
         partly = undrawn.any(0) & ~undrawn.all(0)
         if partly.any():
-            low[partly], high[partly] = np.nanquantile(self.replicates[:, partly], [tail, 1 - tail], axis=0)
-        return low, high
+            bounds[:, partly] = np.nanquantile(self.replicates[:, partly], [tail, 1 - tail], axis=0)
+        return bounds[0], bounds[1]
 
     def mean(self, axis: str) -> StatArray:
         """Uniform mean over one axis, leaving out elements that were never measured (NaN)."""

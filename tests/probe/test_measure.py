@@ -95,6 +95,16 @@ def test_bounds_are_percentiles_of_the_replicates() -> None:
     np.testing.assert_allclose(array.interval(0.5), [[[250.0]], [[750.0]]])
 
 
+def test_replicates_that_drew_nothing_are_left_out_of_an_interval_of_any_shape() -> None:
+    measure = Measure("x", "X", ("layer",), "ratio", "A number.", "ours")
+    replicates = np.array([[1.0, 5.0], [np.nan, 5.0], [3.0, 5.0]])
+    array = StatArray(measure, np.array([2.0, 5.0]), {"layer": [0, 1]}, replicates)
+    low, high = array.interval(0.0)  # the median, twice
+    assert low.tolist() == high.tolist() == [2.0, 5.0]
+    one = array.sel(layer=0)
+    assert one.values.shape == () and [float(bound) for bound in one.interval(0.0)] == [2.0, 2.0]
+
+
 def test_without_replicates_the_interval_is_nan() -> None:
     for array in (stat(replicates=0), replace(stat(), replicates=np.empty((0, 3, 2)))):
         low, high = array.interval()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
 
-from visitlens.hooks import schema
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.loop_plan import LoopSpec
@@ -139,14 +137,15 @@ def test_axes_name_the_dimensions_of_totals_and_stored_values(
 
 
 @each_statistic
-def test_totals_survive_an_hdf5_file(statistic: type[Statistic], make_model, make_text, make_collector) -> None:
+def test_totals_survive_the_files_of_a_recording(
+    statistic: type[Statistic], make_model, make_text, make_collector, make_recording, tmp_path: Path
+) -> None:
+    """Written a context at a time, read back through the gate: the same numbers, bit for bit."""
     model, text = make_model(2), make_text(lengths=(1, 2, 12, 9))
-    totals = totals_over(model, text, [[0]], make_collector(model, text, measures_of(statistic)))
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w") as file:
-        schema.write_totals(file, totals)
-    with h5py.File(buffer, "r") as file:
-        assert_same(schema.read_totals(file, "memory"), totals, 0)
+    names = measures_of(statistic)
+    totals = totals_over(model, text, [[i] for i in range(len(text.tokens))], make_collector(model, text, names))
+    recorded = make_recording(model, text, tmp_path / "run.vlens", measures=names, groups=GROUPS)
+    assert_same(recorded.recording.totals, totals, 0)
 
 
 @each_statistic
