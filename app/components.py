@@ -18,6 +18,11 @@ GRAPH_CONFIG = {**CONFIG, "displayModeBar": False}
 _FORMATS = ("png", "svg", "pdf", "csv", "json")
 
 
+def attrs(found: Mapping[str, str]) -> Any:
+    """`aria-` and `data-` attributes, whose names Python's keywords can't have."""
+    return found
+
+
 def panel_card(panel: Panel, view: View) -> html.Section:
     """The panel as a landmark: title, actions, chart under the keyboard, caption, table."""
     plot = panel.chart(view.theme)
@@ -35,7 +40,7 @@ def panel_card(panel: Panel, view: View) -> html.Section:
     return html.Section(
         className="panel wide" if panel.wide else "panel",
         id=f"panel-{panel.key}",
-        **{"aria-labelledby": title},
+        **attrs({"aria-labelledby": title}),
         children=[
             html.Header(
                 [html.H2(panel.title, id=title), html.Div(list(panel.tools), className="tools"), _actions(panel, view)]
@@ -47,14 +52,14 @@ def panel_card(panel: Panel, view: View) -> html.Section:
                 tabIndex=0,
                 role="application",
                 style={"minHeight": f"{height}px"},
-                **{"aria-label": f"{panel.title}. {keys}", "data-options": json.dumps(options)},
+                **attrs({"aria-label": f"{panel.title}. {keys}", "data-options": json.dumps(options)}),
             ),
-            html.P("\u00a0", className="readout", **{"aria-hidden": "true"}),
+            html.P("\u00a0", className="readout", **attrs({"aria-hidden": "true"})),
             html.Div([html.P(sentence) for sentence in panel.caption], className="caption"),
             html.Details(
                 [
                     html.Summary("Table"),
-                    html.Div(className="twin", **{"data-source": export_href(view, panel.key, "rows")}),
+                    html.Div(className="twin", **attrs({"data-source": export_href(view, panel.key, "rows")})),
                 ],
                 className="table-twin",
             ),
@@ -75,18 +80,18 @@ def _actions(panel: Panel, view: View) -> html.Div:
             name.upper(),
             href=export_href(view, panel.key, name),
             download=f"{panel.key}.{name}",
-            **{"data-export": name},
+            **attrs({"data-export": name}),
         )
         for name in _FORMATS
     ]
-    copy = html.Button("Copy Python", type="button", **{"data-action": "copy", "data-text": panel.code})
+    copy = html.Button("Copy Python", type="button", **attrs({"data-action": "copy", "data-text": panel.code}))
     return html.Div(
         className="actions",
         children=[
             icon_button("pin", f"Pin {panel.title}", "pin"),
             html.Details(
                 [
-                    html.Summary(icon("export"), title="Export", **{"aria-label": f"Export {panel.title}"}),
+                    html.Summary(icon("export"), title="Export", **attrs({"aria-label": f"Export {panel.title}"})),
                     html.Div([*formats, copy], className="menu"),
                 ],
                 className="dropdown",
@@ -110,7 +115,7 @@ def _morph(panel: Panel) -> html.Div:
 
 
 def icon(name: str) -> html.Span:
-    return html.Span(className=f"icon icon-{name}", **{"aria-hidden": "true"})
+    return html.Span(className=f"icon icon-{name}", **attrs({"aria-hidden": "true"}))
 
 
 def icon_button(name: str, label: str, action: str, **options: Any) -> html.Button:
@@ -119,7 +124,7 @@ def icon_button(name: str, label: str, action: str, **options: Any) -> html.Butt
         type="button",
         className="icon-button",
         title=label,
-        **{"aria-label": label, "data-action": action},
+        **attrs({"aria-label": label, "data-action": action}),
         **options,
     )
 
@@ -128,7 +133,10 @@ def selector(label: str, parameter: str, choices: Iterable[tuple[str, str]], val
     """A native select; a script puts what is chosen into the URL, and `data-value` is what the server chose."""
     options = [html.Option(text, value=key, selected=key == value) for key, text in choices]
     return html.Label(
-        [html.Span(label), html.Select(options, name=parameter, **{"data-parameter": parameter, "data-value": value})],
+        [
+            html.Span(label),
+            html.Select(options, name=parameter, **attrs({"data-parameter": parameter, "data-value": value})),
+        ],
         className="selector",
     )
 
@@ -172,7 +180,7 @@ def table(
         className="scroll",
         tabIndex=0,
         role="region",
-        **{"aria-label": caption},
+        **attrs({"aria-label": caption}),
     )
 
 
@@ -182,7 +190,7 @@ def card(title: str, children: Sequence[Any], *, wide: bool = False, key: str = 
     return html.Section(
         [html.Header([html.H2(title, id=name)]), *children],
         className="panel wide" if wide else "panel",
-        **{"aria-labelledby": name},
+        **attrs({"aria-labelledby": name}),
     )
 
 

@@ -102,8 +102,10 @@ class View:
         return self.selection.visits or (1, max(self.recorded.plan.visits.values()))
 
     def href(self, path: str = "", **changes: Any) -> str:
-        """Here, or another page, with parts of the selection changed."""
-        return self.context.href(path or self.path, self.selection.change(**changes))
+        """Here, or another page, with parts of the selection changed. A page's own parameters stay on it."""
+        here = path in ("", self.path)
+        selection = self.selection if here else replace(self.selection, extra={})
+        return self.context.href(path or self.path, selection.change(**changes))
 
 
 def view_of(

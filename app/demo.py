@@ -15,7 +15,7 @@ NAMES = {"looped": "smelt", "baseline": "baseline", "maps": "smelt-maps"}
 
 
 def demo_recordings(say: Callable[[str], None]) -> list[Path]:
-    """Paths of the recordings, made now if they aren't there: about half a minute on one core.
+    """Paths of the recordings, made now if they aren't there: a minute or two on one core.
 
     Raises:
         InputError: the bundled files are missing.

@@ -24,7 +24,7 @@ from visitlens.kernels.errors import UnavailableError, VisitlensError
 from visitlens.probe.figures import page as html_page
 from visitlens.probe.figures.drawing import HEAD_MARGIN, short, title_block
 from visitlens.probe.figures.export import json_text
-from visitlens.probe.figures.images import IMAGE_FORMATS, render
+from visitlens.probe.figures.images import render
 from visitlens.probe.figures.theme import LIGHT
 
 _TYPES = {
@@ -203,16 +203,3 @@ def _view(context: Context, module: Any, query: str) -> View:
 def _inert(value: Any) -> Any:
     """A text that a spreadsheet would run as a formula gets a quote before it."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
-
-
-__all__ = [
-    "IMAGE_FORMATS",
-    "csv_text",
-    "panel_bytes",
-    "panel_file",
-    "settings",
-    "snapshot",
-    "snapshot_page",
-    "table_rows",
-    "titled",
-]

@@ -23,7 +23,10 @@ def _one(run: RecordedRun, visits: Visits) -> float | None:
 
 @dataclass(frozen=True)
 class Headline:
-    """`value` is a mean over looped layers; `against` what it is compared with; `page` and `metric` where it is taken apart."""
+    """`value` is a mean over looped layers; `against` what it is compared with; `page` and `metric` where it is taken apart.
+
+    `paper` is what SMELT prints for its own models; `paper_range` the same as bounds, where it prints such.
+    """
 
     key: str
     short: str
@@ -36,6 +39,7 @@ class Headline:
     against_is: str = ""
     against: Callable[[RecordedRun, Visits], float | None] = _nothing
     metric: str = ""
+    paper_range: tuple[float, float] | None = None
 
 
 def value_of(item: Headline, run: RecordedRun, visits: Visits = None) -> StatArray | None:
@@ -44,6 +48,14 @@ def value_of(item: Headline, run: RecordedRun, visits: Visits = None) -> StatArr
         return item.value(run, visits)
     except VisitlensError:
         return None
+
+
+def place_in_range(item: Headline, value: float) -> str:
+    """Where a value lies: "in the paper's range", "below" or "above" it; "" where the paper gives none."""
+    if item.paper_range is None or value != value:
+        return ""
+    low, high = item.paper_range
+    return "below it" if value < low else "above it" if value > high else "in this range"
 
 
 def headlines() -> tuple[Headline, ...]:
@@ -92,6 +104,7 @@ def _ratio(component: str, words: str, key: str) -> Headline:
         lambda run, visits: run.norm_ratio(component, visits).mean("layer"),
         "no change",
         _one,
+        paper_range=(1.2, 3.5),
     )
 
 
@@ -119,6 +132,7 @@ _HEADLINES = (
         lambda run, visits: run.update_cosine_same_layer(visits).mean("layer"),
         "other layers",
         _other_layers,
+        paper_range=(0.42, 0.65),
     ),
     _ratio("update", "update norm", "update"),
     _ratio("attn_write", "attention write", "attn-write"),
@@ -135,6 +149,7 @@ _HEADLINES = (
         "other head",
         _attended_control("top8_overlap"),
         "top8_overlap",
+        (0.56, 0.66),
     ),
     Headline(
         "mass-overlap",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
 from dash import dcc, html
 
-from visitlens.app.components import command, icon, panel_card, selector, state
+from visitlens.app.components import attrs, command, icon, panel_card, state
 from visitlens.app.context import Context, View, describe_needs, view_of
+from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
-from visitlens.app.state import AGGREGATIONS
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import largest_change
-from visitlens.probe.measure import Measure
-from visitlens.probe.opened import RecordedRun
 
 WATCH_MS = 4000
 """How often an unfinished recording, or a folder without one, is looked at again."""
@@ -51,43 +49,45 @@ def frame(context: Context) -> html.Div:
             html.Aside(
                 [
                     html.A(
-                        [html.Span(className="logo", **{"aria-hidden": "true"}), "visitlens"],
+                        [html.Span(className="logo", **attrs({"aria-hidden": "true"})), "visitlens"],
                         href=context.prefix,
                         className="brand",
                     ),
-                    html.Nav(navigation(context, "", ""), id="navigation", **{"aria-label": "Pages"}),
+                    html.Nav(navigation(context, "", ""), id="navigation", **attrs({"aria-label": "Pages"})),
                     html.Div(
                         [
                             html.Button(
                                 [icon("search"), "Go to", html.Kbd("Ctrl K")],
                                 type="button",
                                 className="text-button",
-                                **{"data-action": "palette", "aria-label": "Go to a page, run, layer or measure"},
+                                **attrs(
+                                    {"data-action": "palette", "aria-label": "Go to a page, run, layer or measure"}
+                                ),
                             ),
                             html.Button(
                                 [icon("theme"), "Theme"],
                                 id="theme",
                                 type="button",
                                 className="text-button",
-                                **{"aria-label": "Switch between light and dark"},
+                                **attrs({"aria-label": "Switch between light and dark"}),
                             ),
                         ],
                         className="side-tools",
                     ),
                 ],
                 className="side",
-                **{"aria-label": "Dashboard"},
+                **attrs({"aria-label": "Dashboard"}),
             ),
             html.Div(
                 [
                     html.Header([], id="bar", className="bar"),
                     html.Main([html.Div(className="placeholder")], id="main", tabIndex=-1),
-                    html.Section(id="tray", **{"aria-label": "Pinned panels"}),
+                    html.Section(id="tray", **attrs({"aria-label": "Pinned panels"})),
                 ],
                 className="body",
             ),
-            html.Div(id="announce", className="unseen", role="status", **{"aria-live": "polite"}),
-            html.Div(id="toast", **{"aria-hidden": "true"}),
+            html.Div(id="announce", className="unseen", role="status", **attrs({"aria-live": "polite"})),
+            html.Div(id="toast", **attrs({"aria-hidden": "true"})),
         ],
     )
 
@@ -116,7 +116,9 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
-        navigation=navigation(context, path, view.selection.change(metric=None, agg=None, segment=None).query()),
+        navigation=navigation(
+            context, path, replace(view.selection, extra={}).change(metric=None, agg=None, segment=None).query()
+        ),
         bar=bar(page, view),
         content=[*_notices(view), *content],
         palette=palette(view),
@@ -159,7 +161,7 @@ def bar(page: ModuleType | None, view: View) -> list[Any]:
     """Breadcrumb and selectors."""
     return [
         html.Div([_breadcrumb(page, view), html.Div(_tools(view), className="bar-tools")], className="bar-top"),
-        html.Div(_controls(page, view), className="controls", role="group", **{"aria-label": "Selection"}),
+        html.Div(controls(page, view), className="controls", role="group", **attrs({"aria-label": "Selection"})),
     ]
 
 
@@ -195,19 +197,6 @@ def _surprise(view: View) -> list[dict[str, str]]:
         return []
     text = f"Surprise me: layer {layer}, head {head}, sink mass {change:+.2f}".replace("-", "−")
     return [{"text": text, "kind": "action", "href": view.href("/heads", layer=layer, head=head, metric="sink_mass")}]
-
-
-def layered(run: RecordedRun, name: str) -> bool:
-    """Whether a measure has a value for each layer."""
-    axes = run.recording.totals[name].attributes["axes"].split(",")
-    return axes[0] in ("step", "pair") and "later_step" not in axes
-
-
-def measures(view: View) -> list[Measure]:
-    """Those of the run that have a value a layer, by title."""
-    run = view.recorded
-    found = [run.stat(name).measure for name in run.measures if layered(run, name)]
-    return sorted(found, key=lambda measure: measure.title.lower())
 
 
 def _content(page: ModuleType, view: View) -> list[Any]:
@@ -286,7 +275,7 @@ def _breadcrumb(page: ModuleType | None, view: View) -> html.Nav:
     return html.Nav(
         [html.H1(page.TITLE if page else "Not found"), html.Ol([html.Li(step) for step in steps])],
         className="breadcrumb",
-        **{"aria-label": "Breadcrumb"},
+        **attrs({"aria-label": "Breadcrumb"}),
     )
 
 
@@ -294,14 +283,14 @@ def _tools(view: View) -> list[Any]:
     name = view.path.strip("/") or "overview"
     return [
         html.Button(
-            [icon("link"), "Copy link"], type="button", className="text-button", **{"data-action": "copy-link"}
+            [icon("link"), "Copy link"], type="button", className="text-button", **attrs({"data-action": "copy-link"})
         ),
         html.Button(
             [icon("save"), "Keep"],
             type="button",
             className="text-button",
             title="Keep this view in the list of the command palette",
-            **{"data-action": "keep"},
+            **attrs({"data-action": "keep"}),
         ),
         html.A(
             [icon("snapshot"), "Snapshot"],
@@ -311,76 +300,6 @@ def _tools(view: View) -> list[Any]:
             title="This page as one file that needs nothing else",
         ),
     ]
-
-
-def _controls(page: ModuleType | None, view: View) -> list[Any]:
-    entries = view.context.registry.entries()
-    if not entries or view.entry is None:
-        return []
-    runs = [(e.id, e.name + ("" if e.run else " (can't be read)")) for e in entries]
-    found = [selector("recording", "run", runs, view.entry.id)]
-    if view.run is None or page is None or describe_needs(view, page.NEEDS):
-        return found
-    for name in getattr(page, "CONTROLS", ()):
-        found += _CONTROLS[name](page, view)
-    return found
-
-
-def _visits(page: ModuleType, view: View) -> list[Any]:
-    most = max(view.recorded.plan.visits.values())
-    pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
-    a, b = view.visits
-    choices = [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs]
-    return [selector("visits", "visits", choices, f"{a}-{b}")] if pairs else []
-
-
-def _layers(page: ModuleType, view: View) -> list[Any]:
-    plan = view.recorded.plan
-    layers = plan.looped_layers if "looped" in page.NEEDS else sorted(plan.visits)
-    return [selector("layer", "layer", [(str(n), str(n)) for n in layers], str(view.layer))]
-
-
-def _heads(page: ModuleType, view: View) -> list[Any]:
-    heads = range(view.recorded.recording.config["num_heads"])
-    return [selector("head", "head", [(str(n), str(n)) for n in heads], str(view.head))]
-
-
-def _metrics(page: ModuleType, view: View) -> list[Any]:
-    offered = page.METRICS(view) if hasattr(page, "METRICS") else measures(view)
-    chosen = page.metric(view) if hasattr(page, "metric") else view.selection.metric
-    return [selector("measure", "metric", [(m.name, m.title) for m in offered], chosen)]
-
-
-def _aggregations(page: ModuleType, view: View) -> list[Any]:
-    texts = {"mean": "mean over heads", "each": "each head", "token": "token by token"} | getattr(
-        page, "AGGREGATIONS", {}
-    )
-    names = getattr(page, "AGGREGATIONS", None) or {name: texts[name] for name in AGGREGATIONS}
-    return [selector("aggregation", "agg", [(n, texts[n]) for n in names], view.selection.agg or next(iter(names)))]
-
-
-def _others(page: ModuleType, view: View) -> list[Any]:
-    entries = [e for e in view.context.registry.entries() if e.run and view.entry and e.id != view.entry.id]
-    other = view.selection.other
-    if not other and view.entry is not None and (mate := view.context.registry.partner(view.entry.id)):
-        other = mate.id
-    return [selector("compared with", "other", [(e.id, e.name) for e in entries], other)] if entries else []
-
-
-def _segments(page: ModuleType, view: View) -> list[Any]:
-    choices, value = page.segment_choices(view)
-    return [selector("document", "segment", choices, value)]
-
-
-_CONTROLS = {
-    "visits": _visits,
-    "layer": _layers,
-    "head": _heads,
-    "metric": _metrics,
-    "agg": _aggregations,
-    "other": _others,
-    "segment": _segments,
-}
 
 
 def _link(text: str, href: str) -> html.A:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import exp
 from typing import Any
 
 from dash import dcc, html
@@ -282,7 +283,7 @@ def silence_card(
     targets = [(str(token), f"“{visible(text)}” ({p:.3f})") for token, text, p in run.next_tokens(chosen.at)]
     if str(chosen.target) not in dict(targets):
         p = float(run.log_probs(chosen.at)[chosen.target])
-        targets.append((str(chosen.target), f"“{visible(run.text_of(chosen.target))}” ({2.718281828459045**p:.2g})"))
+        targets.append((str(chosen.target), f"“{visible(run.text_of(chosen.target))}” ({exp(p):.2g})"))
     form = [
         selector("at", "when", whens, "-".join(map(str, chosen.when))),
         selector("by", "kind", [(kind, said_) for kind, said_ in KINDS.items()], chosen.kind),

@@ -163,7 +163,7 @@ def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] 
     """One for all series: counts and aggregations once, each definition once."""
     firsts = {stat.measure.definition: stat for stat in stats.values()}
     ns = dict.fromkeys(f"{s.documents:,} documents, {s.tokens:,} tokens" for s in stats.values())
-    aggregations = {stat.aggregation: label for label, stat in reversed(stats.items())}
+    aggregations = {stat.aggregation: label for label, stat in stats.items()}
     if len(aggregations) > 1:
         aggregations = {f"{label}: {stat.aggregation}": label for label, stat in stats.items()}
     units = dict.fromkeys(s.measure.unit for s in stats.values())

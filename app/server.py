@@ -22,6 +22,7 @@ from visitlens.kernels.errors import InputError
 _LOCAL = ("127.0.0.1", "localhost")
 _ASSETS = Path(__file__).with_name("assets")
 _COOKIE = "visitlens_access"
+_NOTEBOOKS = "http://localhost:* http://127.0.0.1:* vscode-webview:"
 _MOST_BYTES = 2_000_000
 _THREADS = 8
 _INDEX = """<!DOCTYPE html>
@@ -52,11 +53,13 @@ _INDEX = """<!DOCTYPE html>
 
 @dataclass(frozen=True)
 class Access:
-    """Who may look. `token` is asked for once and kept in a cookie; `hosts` are Host headers beyond the loopback's."""
+    """Who may look. `token` is asked for once and kept in a cookie; `hosts` are Host headers beyond the loopback's.
+    `framed`: a notebook on this machine may show it in a frame."""
 
     host: str = "127.0.0.1"
     token: str = ""
     hosts: Sequence[str] = ()
+    framed: bool = False
 
     def __post_init__(self) -> None:
         if not self.local and not self.token:
@@ -83,7 +86,7 @@ def build(context: Context, access: Access | None = None) -> Dash:
     server.config.update(TRUSTED_HOSTS=access.trusted, MAX_CONTENT_LENGTH=_MOST_BYTES)
     app = Dash(
         "visitlens",
-        server=server,
+        server=server,  # type: ignore[arg-type]  (Dash's hint forgets Flask)
         title="visitlens",
         update_title="",
         assets_folder=str(_ASSETS),
@@ -172,7 +175,7 @@ def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
             policy.append(
                 f"default-src 'none'; script-src 'self' {' '.join(app.csp_hashes())}; style-src 'self' 'unsafe-inline'; "
                 "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; base-uri 'none'; "
-                "form-action 'self'; frame-ancestors 'self'; worker-src blob:"
+                f"form-action 'self'; worker-src blob:; frame-ancestors 'self'{' ' + _NOTEBOOKS if access.framed else ''}"
             )
         response.headers.setdefault("Content-Security-Policy", policy[0])
         response.headers["X-Content-Type-Options"] = "nosniff"

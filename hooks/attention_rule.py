@@ -82,8 +82,7 @@ def map_overlaps(
         seen = [rule.visible(end - start, maps[0].device).sum(-1) for rule in rules]
         tops = [_top(p) for p in maps] if overlaps else []
         for v, p in enumerate(maps):
-            slot = (1 - p.sum(-1)).clamp(min=0)  # what a sink takes is one more outcome
-            entropy = torch.special.entr(p).sum(-1) + torch.special.entr(slot)
+            entropy = torch.special.entr(p).sum(-1)  # over keys; what a learned sink takes is no outcome
             rows[v].append(torch.stack([torch.full_like(entropy, torch.nan), p[..., 0], p[..., :4].sum(-1), entropy]))
         for a, b in pairs:
             across[a, b].append(_overlap(maps[a], maps[b], tops[a], tops[b], seen[a]))

@@ -118,7 +118,7 @@ def format_page() -> str:
         axes = (
             ["E or pairs", "T", "(heads)"] if "*" in layout.axes else [_SYMBOLS.get(axis, axis) for axis in layout.axes]
         )
-        kinds = "the model's" if len(layout.kinds) > 1 else layout.kinds[0]
+        kinds = "the model's" if layout.level == "activations" else ", ".join(layout.kinds)
         rows.append(f"| `/{layout.name}` | [{', '.join(axes)}] | {kinds} | {layout.level} | {layout.text} |")
     tail = _TAIL.format(
         depth=gate.MAX_DEPTH,

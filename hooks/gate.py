@@ -22,7 +22,7 @@ from visitlens.hooks import schema  # sets HDF5_PLUGIN_PRELOAD: before h5py
 
 import h5py  # isort: skip
 import numpy as np
-from h5py import h5a, h5d, h5f, h5o, h5pl, h5s, h5t
+from h5py import h5a, h5d, h5f, h5l, h5o, h5pl, h5s, h5t  # pyright: ignore (its stubs leave most of them out)
 from h5py._objects import phil
 
 from visitlens.hooks.chunks import (
@@ -207,7 +207,7 @@ class _Check:
         names: list[bytes] = []
         refusal: list[RecordingError] = []
 
-        def look(name: bytes, info: h5py.h5l.LinkInfo) -> bool | None:
+        def look(name: bytes, info: h5l.LinkInfo) -> bool | None:
             why = self._link(name, info)
             if why:
                 refusal.append(self.refuse(path + b"/" + name, why))
@@ -220,11 +220,11 @@ class _Check:
             raise refusal[0]
         return names
 
-    def _link(self, name: bytes, info: h5py.h5l.LinkInfo) -> str:
+    def _link(self, name: bytes, info: h5l.LinkInfo) -> str:
         """Why it is refused, or nothing."""
         if not _NAME.fullmatch(name):
             return "has a name with other characters than letters, digits, _ . -"
-        if info.type != h5py.h5l.TYPE_HARD:
+        if info.type != h5l.TYPE_HARD:
             return "is a soft or external link"
         if info.u in self.seen:
             return "is linked twice, or in a cycle"

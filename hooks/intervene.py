@@ -91,6 +91,10 @@ def intervene(
     if not chain:
         yield
         return
+    if not hasattr(model, "hooks"):
+        raise InputError(
+            f"interventions need a model with hook points, such as the native LoopedMoE; {type(model).__name__} has none"
+        )
     for intervention in chain:
         intervention.prepare(model.plan)
     session = _Session(model, chain, earlier)
@@ -216,11 +220,12 @@ def _hook_name(model: Any, site: str, step: Step) -> Any:
 def site_means(model: LoopedMoE, contexts: PackedTokens, sites: Iterable[str], batch: int = 1) -> SiteMeans:
     """(site, step) -> mean over the real tokens of a sample, in float64: what `mean(..., over=)` takes."""
     totals: dict[tuple[str, int], Tensor] = {}
+    device = model.embed.W_E.device
     with capture(model, sites) as captured, torch.no_grad():
         for first in range(0, len(contexts.tokens), batch):
             rows = slice(first, first + batch)
-            segments = torch.from_numpy(contexts.segments[rows])
-            model(torch.from_numpy(contexts.tokens[rows]), segments, return_type="none")
+            segments = torch.from_numpy(contexts.segments[rows]).to(device)
+            model(torch.from_numpy(contexts.tokens[rows]).to(device), segments, return_type="none")
             for site in captured.sites:
                 for step in captured.plan.steps:
                     total = captured.at(site, step.index)[segments >= 0].double().sum(0)

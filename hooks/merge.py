@@ -170,8 +170,8 @@ def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups:
                 continue
             folder, _, leaf = name.rpartition("/")
             gated.file.copy(gated.file[name], file.require_group(folder), leaf)
-            if "token_start" in file[name].attrs:
-                moved = int(file[name].attrs["token_start"]) + new["token_start"] - old["token_start"]
+            if "token_start" in gated.attributes(name):
+                moved = int(gated.attributes(name)["token_start"]) + new["token_start"] - old["token_start"]
                 file[name].attrs["token_start"] = np.int64(moved)
         totals = schema.read_totals(gated).items()
         schema.write_totals(file, {name: _at(t, job.first_group, groups.get(name)) for name, t in totals})
@@ -185,9 +185,7 @@ def _at(totals: GroupTotals, first: int, groups: int | None) -> GroupTotals:
     """A recording's groups at their place among those of all; None: the groups are the same ones."""
     if groups is None:
         return totals
-    placed = []
-    for array in (totals.total, totals.count):
-        wide = np.zeros((groups, *array.shape[1:]))
-        wide[first : first + len(array)] = array
-        placed.append(wide)
-    return GroupTotals(totals.attributes, *placed, totals.left_out, totals.non_finite)
+    total, count = (np.zeros((groups, *array.shape[1:])) for array in (totals.total, totals.count))
+    total[first : first + len(totals.total)] = totals.total
+    count[first : first + len(totals.count)] = totals.count
+    return GroupTotals(totals.attributes, total, count, totals.left_out, totals.non_finite)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import re
 import shutil
 import tarfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +25,7 @@ SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(
     r"manifest\.json|summary\.h5|shards/w\d{2,4}-\d{6,12}\.h5|analyses/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}\.json"
 )
-_MAX_EXPANSION, _MAX_SMALL = 32, 2**28  # an archive unpacks to at most the larger of 32 times its size and 256 MB
+_MAX_EXPANSION, _MAX_SMALL = 32, 2**26  # an archive unpacks to at most the larger of 32 times its size and 64 MB
 _BLOCK = 2**20
 
 
@@ -67,8 +69,7 @@ def unpack(file: Path, out: Path) -> Path:
         RecordingError: not a packed recording, damaged, or its contents don't pass the gate.
         InputError: another suffix, or `out` exists.
     """
-    if out.exists():
-        raise InputError(f"{out}: exists; choose another path")
+    _refuse_existing(out)
     partial = out.with_name(out.name + ".unpacking")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -95,9 +96,13 @@ def unpack(file: Path, out: Path) -> Path:
         recording = Recording(partial)
         _ = recording.totals
         recording.each_shard(lambda gated, shard: None)
+        for shard in recording.shards:
+            with (partial / schema.SHARDS / shard["name"]).open("rb") as written:
+                if hashlib.file_digest(written, "sha256").hexdigest() != shard["sha256"]:
+                    raise RecordingError(f"{file}: {shard['name']} has another hash than its manifest says: damaged")
         partial.rename(out)
         sync_folder(out.absolute().parent)
-    except (tarfile.TarError, EOFError, gzip.BadGzipFile) as error:
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordingError(f"{file}: not a packed recording, or damaged ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -92,6 +92,8 @@ class RecordingOptions:
             raise InputError(f"level 'activations' needs sites: some of {', '.join(ACTIVATION_SITES)}")
         if min(self.groups, self.batch, self.shard_tokens) < 1:
             raise InputError("groups, batch and shard_tokens must be at least 1")
+        if self.groups > schema.MAX_GROUPS:
+            raise InputError(f"expected at most {schema.MAX_GROUPS} groups, got {self.groups}")
 
 
 def record(

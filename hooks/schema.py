@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ SCHEMA_VERSION = "1.0.0"
 LEVELS = ("summary", "tokens", "activations", "maps")
 MANIFEST, SUMMARY, SHARDS, ANALYSES = "manifest.json", "summary.h5", "shards", "analyses"
 MAX_MAP_CONTEXT = 256
+MAX_STEPS, MAX_PAIRS, MAX_GROUPS = 4096, 200_000, 16_384  # readers make objects, and replicates, of each
 LIBVER = ("v110", "v110")
 TEXT_FILTERS = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}
 VECTOR_FILTERS = {"fletcher32": True}
@@ -168,11 +170,13 @@ def read_numbers(file: h5py.File, names: Mapping[str, str], where: str) -> dict[
     Raises:
         RecordingError: one is missing.
     """
-    numbers = {name: file.attrs.get(name) for name in names}
-    wrong = [name for name, value in numbers.items() if not isinstance(value, np.integer) or value < 0]
-    if wrong:
-        raise RecordingError(f"{where}: no count {', '.join(wrong)} among its attributes")
-    return {name: int(value) for name, value in numbers.items()}
+    numbers: dict[str, int] = {}
+    for name in names:
+        value = file.attrs.get(name)
+        if not isinstance(value, np.integer) or value < 0:
+            raise RecordingError(f"{where}: no count {name} among its attributes")
+        numbers[name] = int(value)
+    return numbers
 
 
 def check_run(run: Any, where: str) -> dict[str, Any]:
@@ -186,7 +190,8 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
             all(isinstance(text, str) for text in texts)
             and all(type(count) is int and 0 <= count < 2**62 for count in counts)
             and isinstance(run["layers"], list)
-            and 0 < len(run["layers"]) <= 2**16
+            and 0 < len(run["layers"]) <= MAX_STEPS
+            and sum(n * (n - 1) // 2 for n in Counter(run["layers"]).values()) <= MAX_PAIRS
             and isinstance(sites, list)
             and all(map(isinstance, others, (dict, dict, list)))
             and level in LEVELS
@@ -271,6 +276,8 @@ def read_totals(gated: Gated) -> dict[str, GroupTotals]:
         arrays = [gated.array(f"summary/{name}/{key}") for key in TOTALS]
         shapes, kinds = [array.shape for array in arrays], [array.kind for array in arrays]
         axes = sum(1 for axis in attributes["axes"].split(",") if axis)
+        if shapes[0] and shapes[0][0] > MAX_GROUPS:
+            raise RecordingError(f"{gated.where}: summary/{name}: {shapes[0][0]} groups; at most {MAX_GROUPS} are read")
         if shapes[0] != shapes[1] or len(shapes[0]) != axes + 1 or {shapes[0][1:]} != {*shapes[2:]} or kinds != KINDS:
             raise RecordingError(f"{gated.where}: summary/{name}: arrays {shapes} of {kinds} don't fit its {axes} axes")
         result[name] = GroupTotals(attributes, *(gated.read(array.name) for array in arrays))

@@ -37,7 +37,7 @@ class RowStatistics:
         log_sum_exp: of the scores, the learned sink's among them, nats.
         sink_mass: P[i, segment start]; 1 at the segment start itself, which callers leave out; 0 beyond the window.
         first4_mass: P on the segment's first 4 tokens, those of them that query i sees.
-        entropy: of P, nats; a learned sink counts as one more outcome.
+        entropy: - sum over keys of P ln P, nats; what a learned sink takes isn't in it.
         learned_sink_mass: what the learned sink takes, so that P sums to 1 without it; None without learned sinks.
         set_mass: [token, head, set] P on each of the token sets; None where none were asked for.
         top_keys: [token, head, 8] int64, token indices of the 8 highest-scored keys, highest first; -1 where a row

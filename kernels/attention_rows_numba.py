@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
 
 import numpy as np
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor
 
 from visitlens.kernels.attention_rows import VisitOverlaps, Wanted, overlap_results, row_results
 from visitlens.kernels.attention_rule import AttentionRule
+from visitlens.kernels.comparison_plan import plan_comparisons
 from visitlens.kernels.numba_lanes import (
     INFINITY,
     LANES,
@@ -52,7 +50,7 @@ def numba_visit_overlaps(
 ) -> VisitOverlaps:
     """`visit_overlaps` by the compiled pass; the row statistics only, where overlaps aren't wanted."""
     num_visits, (tokens, heads, d) = len(visits), visits[0][0].shape
-    plan = _plan(num_visits, heads, wanted.overlaps)
+    plan = plan_comparisons(num_visits, heads, wanted.overlaps)
     sets = torch.empty(0, tokens) if wanted.token_sets is None else wanted.token_sets.float()
     values = torch.empty(5 + len(sets), num_visits, heads, tokens)
     compared = torch.empty(3, plan.comparisons, heads, tokens)
@@ -89,51 +87,16 @@ def numba_visit_overlaps(
 
     base, total, weighted = values[:3]
     log_total = total.log()
-    entropy = log_total - weighted / total * math.log(2)
-    rows = torch.cat([torch.stack([base * scale + log_total]), values[3:5] / total, entropy[None], values[5:] / total])
+    log_sum_exp = base * scale + log_total
+    on_keys = 1.0 if rule.sinks is None else 1 - (rule.sinks.view(-1, 1) - log_sum_exp).exp()
+    entropy = log_total * on_keys - weighted / total * math.log(2)
+    rows = torch.cat([log_sum_exp[None], values[3:5] / total, entropy[None], values[5:] / total])
     results = overlap_results(compared, rule.visible(segments))
     return VisitOverlaps(
         rows=row_results(rows, rule, wanted, top_keys if wanted.top_keys else None),
         across=dict(zip(plan.across, results, strict=False)),
         control=results[len(plan.across) :] or None,
     )
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Which maps, numbered visit * heads + head, are in hand together and which of them are compared.
-
-    Attributes:
-        across: pairs of visits.
-        comparisons: one for each pair of visits, then one for the control of each visit.
-        members: [group, member] maps.
-        pairs: [group, pair, 3] two members of the group, and comparison * heads + head.
-    """
-
-    across: tuple[tuple[int, int], ...]
-    comparisons: int
-    members: np.ndarray
-    pairs: np.ndarray
-
-
-@cache
-def _plan(num_visits: int, heads: int, overlaps: bool) -> _Plan:
-    visits, half = range(num_visits), heads // 2
-    across = tuple(combinations(visits, 2)) if overlaps else ()
-    pairs = {(a * heads + h, b * heads + h): n * heads + h for n, (a, b) in enumerate(across) for h in range(heads)}
-    controls = num_visits if overlaps and heads > 1 else 0
-    for v in range(controls):
-        for h in range(heads if heads % 2 else half):
-            pairs[v * heads + h, v * heads + (h + half) % heads] = (len(across) + v) * heads + h
-    if not overlaps:
-        groups = [[m] for m in range(num_visits * heads)]
-    elif heads % 2:  # the controls chain all heads into a ring
-        groups = [list(range(num_visits * heads))]
-    else:
-        groups = [[v * heads + h for v in visits for h in (g, g + half)] for g in range(half)]
-    inside = [[(g.index(a), g.index(b), at) for (a, b), at in pairs.items() if a in g] for g in groups]
-    shaped = np.array(inside, dtype=np.int64).reshape(len(groups), -1, 3)
-    return _Plan(across, len(across) + controls, np.array(groups), shaped)
 
 
 # What is known of the queries of a step: offsets in `state`.
@@ -254,10 +217,7 @@ def _find_top(s, keys, state):
 
 @njit(cache=True, nogil=True)
 def _weigh(s, e, keys, factor, sinks, head, state):
-    """Weights 2 ** (factor * (score - base)); their sum, that of weight * exponent, and where the peak first is.
-
-    The base is the peak, or the learned sink where that is larger.
-    """
+    """Weights 2 ** (factor * (score - base)), base the peak or a larger learned sink; their sums, and where the peak is."""
     for lane in range(0, _STEP, LANES):
         peak, eighth = load(state, _PEAK + lane), load(state, _EIGHTH + lane)
         base = peak
@@ -268,7 +228,6 @@ def _weigh(s, e, keys, factor, sinks, head, state):
             exponent = (sink - base) * spread(factor)
             exponent = if_less(exponent, spread(SMALLEST), spread(SMALLEST), exponent)
             total = exp2(exponent)
-            weighted = total * exponent
         where = spread(INFINITY)
         position = spread(np.float32(keys - 1))
         for end in range(keys, 0, -_BLOCK):  # downwards, so that the first of equal peaks is found last
@@ -373,7 +332,7 @@ def _pass(
         sinks: [head] or empty, in units of the scores.
         bias: [head, 16 + distance + padding] or empty.
         sets: [set, token], 1 in the set and 0 out of it.
-        members, pairs: as in `_Plan`.
+        members, pairs: as in `ComparisonPlan`.
     """
     block, heads, d = queries.shape[1:]
     tokens, kv_heads = keys.shape[1:3]

@@ -204,8 +204,8 @@ class _Tile:
     def row_values(self) -> Tensor:
         """Log-sum-exp, sink mass, first-4 mass, entropy, masses of the sets: [4 + sets, visit, document, head, row].
 
-        Finds the top key and fills the weights. The row's largest score is taken off before anything is summed, and exponents are base 2:
-        exp2 takes half the time of exp.
+        Finds the top key and fills the weights. The row's largest score is taken off before anything is summed, and
+        exponents are base 2: exp2 takes half the time of exp.
         """
         self.top = _row_argmax(self.scores)
         peak, sinks = self.scores.gather(-1, self.top.unsqueeze(-1)), self.scoring.rule.sinks
@@ -218,14 +218,15 @@ class _Tile:
         if not self.scoring.all_small:  # 0 times -inf would be NaN; real NaNs pass through the clamp
             exponents.clamp_(min=-1e5)
         weighted = _row_dot(self.weights, exponents)
+        learned = 0.0
         if sinks is not None:
-            exponent = (sinks - peak) * _LOG2_E
-            total += exponent.exp2()
-            weighted += (exponent.exp2() * exponent.clamp(min=-1e5)).squeeze(-1)
+            learned = ((sinks - peak) * _LOG2_E).exp2()
+            total += learned
+            learned = (learned / total).squeeze(-1)
         self.weights.mul_(1 / total)
         log_total = total.log().squeeze(-1)
         log_sum_exp = peak.squeeze(-1) * self.factor + log_total
-        entropy = log_total - weighted / total.squeeze(-1) / _LOG2_E
+        entropy = log_total * (1 - learned) - weighted / total.squeeze(-1) / _LOG2_E
         sink, first4 = self.weights[..., 0], self.weights[..., :4].sum(-1)
         if self.panel.skipped:  # a window left the segment's first keys out; NaN stays NaN
             sink = total.squeeze(-1) * 0

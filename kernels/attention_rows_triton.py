@@ -226,7 +226,11 @@ def _rows(
     tl.store(out, peak + tl.log(total), mask=inside)
     tl.store(out + value_stride, sink / total + nan, mask=inside)
     tl.store(out + 2 * value_stride, first4 / total + nan, mask=inside)
-    tl.store(out + 3 * value_stride, tl.log(total) - weighted / total, mask=inside)
+    entropy = tl.log(total) - weighted / total
+    if HAS_SINKS:  # of the keys alone
+        log_learned = tl.load(sinks + head) - peak - tl.log(total)
+        entropy += tl.where(log_learned > float("-inf"), tl.exp(log_learned) * log_learned, 0.0)
+    tl.store(out + 3 * value_stride, entropy, mask=inside)
     for n in tl.static_range(SETS):
         mass = tl.sum(tl.where(slots[None, :] == n, masses, 0.0), 1)
         tl.store(out + (4 + n) * value_stride, mass / total + nan, mask=inside)

@@ -226,7 +226,7 @@ def _forked_runs(
         stop = steps[visit] if visit < len(steps) else len(model.plan)
         so_far = tuple(range(1, visit))
         passed = {choice: x for choice, x in runs.items() if len(choice) == 1}
-        hit = {(visit,): before[start].repeat(len(heads), 1, 1)}
+        hit: dict[tuple[int, ...], Tensor] = {(visit,): before[start].repeat(len(heads), 1, 1)}
         if visit > 1:
             hit[(*so_far, visit)] = runs[so_far]
         x = torch.cat([*passed.values(), *hit.values()])
@@ -243,7 +243,7 @@ def _ablated(z: Tensor, hook: Any, heads: Sequence[int], passed: int, hit: int, 
     """PV [run * head * context, position, head, d] with each run's head replaced, in the runs that are hit here."""
     z = z.unflatten(0, (passed + hit, len(heads), -1)).clone()
     for j, head in enumerate(heads):
-        z[passed:, j, :, :, head] = value if isinstance(value, float) else value[..., head, :][..., : z.shape[3], :]
+        z[passed:, j, :, :, head] = value[..., head, :][..., : z.shape[3], :] if isinstance(value, Tensor) else value
     return z.flatten(0, 2)
 
 

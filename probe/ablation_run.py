@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 import visitlens
+from visitlens.hooks import schema
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
-from visitlens.probe.analyses import Grouped, HeadAblation
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.grouped import Grouped
+from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
@@ -73,7 +75,7 @@ def ablate_recording(
         )
     settings = _settings(request)
     kinds = {analyses.ABLATION: request.name} | ({analyses.DYCK: request.mode} if request.metric == "dyck" else {})
-    files = [request.recording / analyses.FOLDER / f"{kind}-{name}.json" for kind, name in kinds.items()]
+    files = [request.recording / schema.ANALYSES / f"{kind}-{name}.json" for kind, name in kinds.items()]
     if not request.replace and _same(request.recording, kinds, settings):
         return files
     torch.set_num_threads(request.threads or 1)
@@ -155,12 +157,14 @@ def _settings(request: AblationRequest) -> dict[str, Any]:
 
 def _same(recording: Path, kinds: dict[str, str], settings: dict[str, Any]) -> bool:
     """Whether all analyses are there, made with these settings."""
-    for kind, name in kinds.items():
-        if name not in analyses.stored(recording, kind):
-            return False
-        if analyses.load(recording, kind, name).about.get("settings") != settings:
-            return False
-    return True
+    try:
+        return all(
+            name in analyses.stored(recording, kind)
+            and analyses.load(recording, kind, name).about.get("settings") == settings
+            for kind, name in kinds.items()
+        )
+    except RecordingError:  # damaged: it is made anew
+        return False
 
 
 def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, Any]:

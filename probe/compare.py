@@ -122,6 +122,7 @@ def draw_comparison(data: Mapping[str, Any], theme: Theme) -> go.Figure:
     }
     figure = frame(data, theme, width=max(760, 380 * columns), height=220 + 230 * rows, panels=panels)
     styles = {"a": Style(theme.baseline_colour, "circle", "dot"), "b": Style(theme.visits[0], "diamond", "solid")}
+    places: list[str] = []
     for at, name in enumerate(names):
         row, col = at // columns + 1, at % columns + 1
         for side, style in styles.items():
@@ -134,9 +135,9 @@ def draw_comparison(data: Mapping[str, Any], theme: Theme) -> go.Figure:
                 }
             model = data["models"][side]["name"]
             figure.add_trace(line(entry, style, name=model, legend=at == 0), row=row, col=col)
-            places = entry["axes"]["place"]
+            places, unit = entry["axes"]["place"], entry["measure"]["unit"]
+            figure.update_yaxes(title_text=escape(unit), row=row, col=col)
         figure.update_xaxes(type="category", tickvals=every(places, 10), row=row, col=col)
-        figure.update_yaxes(title_text=escape(entry["measure"]["unit"]), row=row, col=col)
     titles = {"layer": LAYER_AXIS, "step": STEP_AXIS, "mean": ""}
     figure.update_xaxes(title_text=titles[data["by"]], row=rows)
     return figure

@@ -99,8 +99,9 @@ def largest_change(
     if difference is None or difference.axes != ("layer", "head") or np.isnan(difference.values).all():
         raise InputError(f"{name} has no value a head that could change between visits")
     at = np.unravel_index(np.nanargmax(np.abs(difference.values)), difference.values.shape)
-    layer, head = difference.labels["layer"][at[0]], difference.labels["head"][at[1]]
-    return int(layer), int(head), float(difference.values[at])
+    row, column = int(at[0]), int(at[1])
+    layer, head = difference.labels["layer"][row], difference.labels["head"][column]
+    return int(layer), int(head), float(difference.values[row, column])
 
 
 def _control(run: RecordedRun, name: str, visits: tuple[int, int] | None) -> tuple[StatArray | None, str]:

@@ -194,7 +194,7 @@ def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
     Raises:
         InputError: the decoded prefixes don't spell the text.
     """
-    if hasattr(tokenizer, "encode_batch") and not callable(tokenizer):
+    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):
         encoding = tokenizer.encode(text, add_special_tokens=False)
         return list(encoding.ids), list(encoding.offsets)
     if getattr(tokenizer, "is_fast", False):

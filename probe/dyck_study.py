@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import Task
-from visitlens.probe.analyses import DyckExample, DyckStudy, Grouped
+from visitlens.probe.analyses import DyckExample, DyckStudy
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
+from visitlens.probe.grouped import Grouped
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import wide
 
@@ -117,7 +118,7 @@ def dyck_scores(
                 for name, values in found.items():
                     total[name][index % MAX_GROUPS, at] += float(values.double().sum())
                     count[name][index % MAX_GROUPS, at] += len(values)
-    return {name: Grouped(_SCORES[name], {"shots": list(shots)}, total[name], count[name]) for name in names}
+    return {name: Grouped(SCORES[name], {"shots": list(shots)}, total[name], count[name]) for name in names}
 
 
 @torch.inference_mode()
@@ -164,7 +165,7 @@ def study_head(
         "part": ["bos", "answers"],
     }
     scores = dyck_scores(model, tokenizer, settings, shots)
-    return DyckStudy(name, layer, head, scores, Grouped(_MASS, labels, total, count), tuple(examples), about)
+    return DyckStudy(name, layer, head, scores, Grouped(MASS, labels, total, count), tuple(examples), about)
 
 
 def _padded(prompts: Sequence[DyckPrompt], model: LoopedMoE) -> Iterator[_Padded]:
@@ -232,7 +233,7 @@ def _example(prompt: DyckPrompt, maps: Tensor) -> DyckExample:
 
 
 _PAPER = "6.4, html Figure 27"
-_MASS = Measure(
+MASS = Measure(
     "dyck_mass",
     "Attention at the Dyck targets",
     ("shots", "heads", "visit", "part"),
@@ -247,7 +248,7 @@ def _score(name: str, title: str, unit: str, definition: str) -> Measure:
     return Measure(name, title, ("shots",), unit, definition, "5.3 and 6.4")
 
 
-_SCORES = {
+SCORES = {
     m.name: m
     for m in (
         _score(

@@ -179,6 +179,19 @@ class LinkedMaps:
         return f"{self.title}: {len(self.rows)} {self.axes[0]} x {len(self.columns)} {self.axes[1]}; {', '.join(self.panels)}"
 
 
+def token_strip(tokens: Sequence[str], values: np.ndarray, unit: str) -> str:
+    """The text, each token shaded by its value: red for positive, blue for negative."""
+    reach = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
+    spans = []
+    for token, value in zip(tokens, values, strict=True):
+        red, green, blue = (178, 24, 43) if value > 0 else (33, 102, 172)
+        shade = 0.0 if np.isnan(value) else 0.6 * abs(value) / reach
+        title = "no prediction" if np.isnan(value) else f"{value:+.4f} {unit}"
+        text = html.escape(token).replace("\n", "↵<br>") or "&nbsp;"
+        spans.append(f"<span title='{title}' style='background:rgba({red},{green},{blue},{shade:.2f})'>{text}</span>")
+    return f"<div style='font-family:monospace;white-space:pre-wrap;max-width:100ch'>{''.join(spans)}</div>"
+
+
 def show(thing: object) -> None:
     """Displays in a notebook, prints in a terminal."""
     try:

@@ -33,6 +33,7 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
     """
     try:
         import ray
+        from ray.exceptions import RayError, RayTaskError
     except ImportError as error:
         raise UnavailableError("--engine ray needs Ray: pip install 'visitlens[ray]'") from error
     request, per_token, total = prepared.request, prepared.bytes_per_token, prepared.contexts.num_tokens
@@ -65,11 +66,11 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
                         on_progress(ledger.tokens, total)
             if interrupted:
                 raise KeyboardInterrupt
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         if isinstance(error.cause, VisitlensError):
             raise error.cause from error
         raise RecordingError(f"a Ray task failed: {error.cause!r}") from error
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise RecordingError(
             f"the cluster lost a task {MAX_RETRIES + 1} times or more ({type(error).__name__}); what is committed is kept, "
             "and the same command goes on from there"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from visitlens.probe.figures.page import escape
 from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import digits
 from visitlens.probe.findings import HOLDS, UNMEASURED, Finding
+from visitlens.probe.measure import StatArray
 
 _SIGNS = {HOLDS: "yes", "does not hold": "no", "not decided": "open", UNMEASURED: "–"}
 
@@ -95,5 +94,5 @@ def _cell(finding: Finding, classes: Mapping[str, str]) -> str:
     verdict = f'<span class="verdict {classes[finding.verdict]}">{_SIGNS[finding.verdict]}</span>'
     if finding.ours is None or finding.against is None or finding.verdict == UNMEASURED:
         return f"<td>{verdict}</td>"
-    against = finding.against if isinstance(finding.against, float) else float(np.asarray(finding.against.values))
+    against = finding.against.values if isinstance(finding.against, StatArray) else finding.against
     return f'<td class="count">{digits(finding.ours.values)} / {digits(against)}<br>{verdict}</td>'

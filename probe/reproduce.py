@@ -286,7 +286,7 @@ def _source(recorded: Grid, failures: dict[str, str]) -> Pair | PairGrid:
         raise VisitlensError(f"no looped model was recorded. {told}")
     if len(recorded.cells) > 1:
         return PairGrid.open(recorded, {c: failures[f"{c.name} looped"] for c in _failed(recorded, failures)})
-    (cell,) = recorded.cells
+    cell = recorded.cells[0]
     assert cell.looped is not None
     return Pair(open_recording(cell.looped), open_recording(cell.baseline) if cell.baseline else None)
 

@@ -191,13 +191,13 @@ class Sample:
         """From `total` and `count` [document, *axes] to means with document-bootstrap intervals."""
         number = int(self.groups.max()) + 1
         count = np.broadcast_to(count, total.shape)
-        grouped = [np.zeros((number, *total.shape[1:])) for _ in range(2)]
-        for sums, array in zip(grouped, (total, count), strict=True):
-            np.add.at(sums, self.groups, array)
+        totals, counts = (np.zeros((number, *total.shape[1:])) for _ in range(2))
+        np.add.at(totals, self.groups, total)
+        np.add.at(counts, self.groups, count)
         weights = resampling_weights(number) if measure.grouped else None
-        values, replicates = mean_and_replicates(*grouped, weights)
+        values, replicates = mean_and_replicates(totals, counts, weights)
         if replicates is not None:
-            replicates = np.where((grouped[1] != 0).sum(0) < FEWEST, np.nan, replicates)
+            replicates = np.where((counts != 0).sum(0) < FEWEST, np.nan, replicates)
         return StatArray(
             measure=measure,
             values=values,

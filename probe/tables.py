@@ -63,7 +63,7 @@ def as_html(stat: StatArray) -> str:
     """Rows with drawn intervals for up to one axis, a coloured grid for two, else what to choose."""
     measure = stat.measure
     counts = f"{stat.documents:,} documents, {stat.tokens:,} tokens"
-    interval = "" if stat.replicates is None else "; intervals: 95% document bootstrap"
+    interval = "; intervals: 95% document bootstrap" if np.isfinite(stat.interval()[0]).any() else "; no interval"
     head = (
         f"<b>{html.escape(measure.title)}</b> <span style='opacity:.7'>[{html.escape(measure.unit)}] "
         f"{html.escape(stat.aggregation)}; {counts}{interval}</span>"

@@ -6,8 +6,10 @@ import numpy as np
 
 from visitlens.probe.ablation import AblationSums, visit_choices
 from visitlens.probe.ablation_run import head_ablation
-from visitlens.probe.analyses import DyckExample, DyckStudy, Grouped, HeadAblation
-from visitlens.probe.dyck_study import _MASS, _SCORES
+from visitlens.probe.analyses import DyckExample, DyckStudy
+from visitlens.probe.dyck_study import MASS, SCORES
+from visitlens.probe.grouped import Grouped
+from visitlens.probe.head_ablation import HeadAblation
 
 PROMPTS = 12
 ABOUT = {"documents": PROMPTS, "tokens": 500, "provenance": {"recording": "made up"}}
@@ -43,6 +45,6 @@ def dyck_study(visits: int) -> DyckStudy:
     example = DyckExample(1, pieces, (7, 8, 9), ((3, 5),), maps / maps.sum(-1, keepdims=True))
     scores = {
         name: Grouped(measure, {"shots": [0, *shots]}, rng.random((PROMPTS, 5)), np.ones((PROMPTS, 5)))
-        for name, measure in _SCORES.items()
+        for name, measure in SCORES.items()
     }
-    return DyckStudy("zero", 2, 3, scores, Grouped(_MASS, labels, total, count), (example,), ABOUT)
+    return DyckStudy("zero", 2, 3, scores, Grouped(MASS, labels, total, count), (example,), ABOUT)

@@ -21,10 +21,15 @@
     window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
   };
 
-  // The current URL with some parameters changed; null takes one away.
+  // The current URL with some parameters changed; null takes one away. A page's own parameters stay on it.
+  const shared = ["run", "other", "layer", "visits", "head", "token", "segment", "metric", "agg"];
   vl.here = function (changes, path) {
     const url = new URL(window.location.href);
-    if (path) url.pathname = prefix() + path.replace(/^\//, "");
+    const there = path ? prefix() + path.replace(/^\//, "") : url.pathname;
+    if (there !== url.pathname) {
+      for (const name of [...url.searchParams.keys()]) if (!shared.includes(name)) url.searchParams.delete(name);
+      url.pathname = there;
+    }
     for (const [name, value] of Object.entries(changes)) {
       if (value === null || value === "") url.searchParams.delete(name);
       else url.searchParams.set(name, value);

@@ -1,10 +1,20 @@
-// The Live probe: a finished job goes into the URL, Ctrl Enter runs the prompt.
+// The Live probe: a finished job goes into the URL, a tab finds its last run again, Ctrl Enter runs the prompt.
 (function () {
   "use strict";
+  const key = "visitlens:live-job";
+  const kept = { get: () => { try { return window.sessionStorage.getItem(key); } catch { return null; } },
+    set: (job) => { try { window.sessionStorage.setItem(key, job); } catch { /* no storage */ } } };
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     visitlensLive: {
       go: function (changes) {
-        if (changes) window.visitlens.go(window.visitlens.here(changes, "/live"));
+        const vl = window.visitlens;
+        if (changes) {
+          if (changes.job) kept.set(changes.job);
+          vl.go(vl.here(changes, "/live"));
+        } else if (kept.get() && !new URL(window.location.href).searchParams.has("job")) {
+          window.history.replaceState(null, "", vl.here({ job: kept.get() }));
+          window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+        }
         return window.dash_clientside.no_update;
       },
     },

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.progress import TaskID
 
 from visitlens.app.console import comma_separated, console, loading, plain, progress_bar
 from visitlens.kernels.errors import InputError
@@ -256,7 +257,7 @@ def _progress(quiet: bool = False) -> Iterator[Callable[[str, int, int, float], 
         yield lambda name, done, total, loss: None
     elif console.is_terminal:
         with progress_bar() as progress:
-            tasks: dict[str, int] = {}
+            tasks: dict[str, TaskID] = {}
 
             def draw(name: str, done: int, total: int, loss: float) -> None:
                 if name not in tasks:

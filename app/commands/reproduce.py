@@ -48,6 +48,8 @@ def reproduce(
 
     if grid is not None and (looped is not None or baseline is not None):
         raise InputError("give --grid, or --looped and --baseline, not both")
+    if grid is not None and out.resolve() == (grid if grid.is_dir() else grid.parent).resolve():
+        raise InputError(f"{out} holds the grid of checkpoints: choose another --out")
     if (looped is None) != (baseline is None):
         raise InputError("give both --looped and --baseline, or neither")
     if grid is not None:

@@ -15,7 +15,7 @@ from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
 from visitlens.app.plots import Line, visit_maps
 from visitlens.probe.cross_visit import two_visits
-from visitlens.probe.figures.theme import Theme, escape, token_text
+from visitlens.probe.figures.theme import Theme, token_text
 
 PATH, TITLE, ORDER = "/attention", "Attention", 22
 NEEDS = ("looped",)
@@ -204,6 +204,3 @@ def _stages(view: View) -> Panel | None:
     return stat_panel(
         view, "stages", stat, f"rec.stage_cosine(visits={view.visits}).plot()", links={"path": "/heads", "y": "layer"}
     )
-
-
-__all__ = ["escape", "layout", "map_panel", "parse_zoom"]

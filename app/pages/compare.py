@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.components import card, number, state, table
+from visitlens.app.components import attrs, card, number, state, table
 from visitlens.app.context import View
-from visitlens.app.layout import layered, measures
+from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.opened import RecordedRun
 
 PATH, TITLE, ORDER = "/compare", "Compare", 40
 NEEDS = ("recording",)
@@ -68,7 +68,7 @@ def layout(view: View) -> list[Any]:
             for key, text in _WAYS.items()
         ],
         className="chips",
-        **{"aria-label": "Compare by"},
+        **attrs({"aria-label": "Compare by"}),
     )
     drawn = [Line(names[0], first, looks[0]), Line(names[1], second, looks[1])]
     x_title = _WAYS[way] + (", numbered in order" if way == "step" else "")
@@ -201,6 +201,3 @@ def _all(view: View, run: RecordedRun, other: RecordedRun, names: tuple[str, str
 
 def _distinct(first: str, second: str) -> tuple[str, str]:
     return (first, second) if first != second else (f"{first} (this)", f"{second} (other)")
-
-
-__all__ = ["by", "difference_of", "layout", "step_label"]

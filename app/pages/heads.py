@@ -7,9 +7,9 @@ from typing import Any
 import dash_ag_grid as dag
 from dash import Input, Output, State, html
 
-from visitlens.app.components import card
+from visitlens.app.components import attrs, card
 from visitlens.app.context import Context, View
-from visitlens.app.layout import measures
+from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
 from visitlens.app.plots import Line
 from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
@@ -187,5 +187,8 @@ def _table_card(view: View) -> html.Section:
         "Sort by a column's heading; Δ is the later visit minus the earlier. A row opens the head.", className="caption"
     )
     return card(
-        "All heads", [html.Div(grid, **{"data-ag-theme-mode": view.theme.name}), note], wide=True, key="all-heads"
+        "All heads",
+        [html.Div(grid, **attrs({"data-ag-theme-mode": view.theme.name})), note],
+        wide=True,
+        key="all-heads",
     )

@@ -8,7 +8,7 @@ from dash import html
 
 from visitlens.app.components import card, number, table
 from visitlens.app.context import View
-from visitlens.app.layout import measures
+from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.kernels.errors import VisitlensError

@@ -111,7 +111,6 @@ def callbacks(app: Dash, context: Context) -> None:
         ClientsideFunction("visitlensLive", "go"),
         Output("live-went", "data"),
         Input("live-go", "data"),
-        prevent_initial_call=True,
     )
 
     @app.callback(

@@ -8,18 +8,17 @@ import numpy as np
 import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.components import badge, card, number, state, table
+from visitlens.app.components import attrs, badge, card, number, state, table
 from visitlens.app.context import View
-from visitlens.app.headlines import Headline, headline, headlines, value_of
+from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
 from visitlens.app.plots import one_map
-from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.figures.pair import describe as describe_run
 from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.series import with_interval
 from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.findings import FAILS, HOLDS, OPEN, Finding, findings
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measure import StatArray
 
 PATH, TITLE, ORDER = "/", "Overview", 0
 NEEDS = ("recording",)
@@ -110,7 +109,7 @@ def grid_panel(view: View) -> Panel:
         rows=lambda: rows,
         code=f"import visitlens as vl\n\nrec = vl.open('run.vlens')\n{chosen.code}\n",
         links={"hrefs": hrefs},
-        tools=[html.Nav(links, className="chips", **{"aria-label": "Number shown"})],
+        tools=[html.Nav(links, className="chips", **attrs({"aria-label": "Number shown"}))],
         wide=True,
     )
 
@@ -156,12 +155,12 @@ def _plan_strip(view: View) -> html.Ol:
                     href=view.href("/heads", layer=step.layer, head=None, token=None),
                     className=f"step {f'visit-{min(step.visit, 6)}' if step.layer in looped else 'once'}",
                     title=f"layer {step.layer}, visit {step.visit}",
-                    **{"aria-label": f"layer {step.layer}, visit {step.visit}"},
+                    **attrs({"aria-label": f"layer {step.layer}, visit {step.visit}"}),
                 )
             )
             for step in view.recorded.plan.steps
         ],
-        **{"aria-label": "Steps of one forward, in order"},
+        **attrs({"aria-label": "Steps of one forward, in order"}),
     )
 
 
@@ -183,7 +182,9 @@ def _cards(view: View) -> html.Section:
                         f"{item.against_is} {number(against)}" if against is not None else "\u00a0",
                         className="card-against",
                     ),
-                    html.Span(f"paper: {item.paper}", className="card-paper"),
+                    html.Span(
+                        [f"paper: {item.paper} ", _range_badge(item, float(stat.values))], className="card-paper"
+                    ),
                 ],
                 href=view.href(item.page, metric=item.metric or None),
                 className="number-card",
@@ -195,6 +196,11 @@ def _cards(view: View) -> html.Section:
         className="caption",
     )
     return card("Key numbers", [html.Div(cards, className="number-cards"), note], wide=True)
+
+
+def _range_badge(item: Headline, value: float) -> html.Span | None:
+    place = place_in_range(item, value)
+    return badge(place, "holds" if place == "in this range" else "muted") if place else None
 
 
 def _findings(view: View) -> html.Section:
@@ -222,7 +228,9 @@ def _findings(view: View) -> html.Section:
         ("layers", "layers"),
         ("paper", "in the paper"),
     ]
-    said = f"{counts[HOLDS]} of {len(found)} directions hold, {counts[FAILS]} don't, {counts[OPEN]} aren't decided (first and last visit)."
+    rest = len(found) - sum(counts.values())
+    said = f"{counts[HOLDS]} of {len(found)} directions hold, {counts[FAILS]} don't, {counts[OPEN]} aren't decided"
+    said += f", {rest} aren't measured (first and last visit)." if rest else " (first and last visit)."
     return card("Against the paper", [table(columns, rows, said)], wide=True, key="findings")
 
 
@@ -275,6 +283,3 @@ def _interval(value: StatArray | float | None) -> str | None:
     return with_interval(
         {"values": float(value.values), "low": None if np.isnan(low) else float(low), "high": float(high)}
     )
-
-
-__all__ = ["Headline", "Measure", "VisitlensError", "grid_panel", "layout"]

@@ -10,9 +10,9 @@ import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.attention import key_changes
-from visitlens.app.components import card, number, table
+from visitlens.app.components import attrs, card, number, table
 from visitlens.app.context import View, routed
-from visitlens.app.layout import measures
+from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, notebook
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text
@@ -153,13 +153,13 @@ def _text(
             html.Span("high", className="token up", style={"--strength": "0.8"}),
         ],
         className="legend",
-        **{"aria-hidden": "true"},
+        **attrs({"aria-hidden": "true"}),
     )
     return card(
         "Text",
         [
-            html.Nav(steps, className="pager", **{"aria-label": "Documents"}),
-            html.Div(tokens, className="text", **{"data-arrows": "true"}),
+            html.Nav(steps, className="pager", **attrs({"aria-label": "Documents"})),
+            html.Div(tokens, className="text", **attrs({"data-arrows": "true"})),
             html.Div([html.Div([html.P(n) for n in notes]), legend], className="caption split"),
         ],
         wide=True,

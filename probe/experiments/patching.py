@@ -6,7 +6,7 @@ clean answer. A value of the clean run, put into the corrupted one, wins back pa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def patching(
                 on_progress(done, jobs)
                 if by == "part" and not bool((roles == j).any()):
                     continue  # no demonstration in these contexts
-                chosen = {"head": column} if by == "head" else {"token": roles == j}
+                chosen: dict[str, Any] = {"head": column} if by == "head" else {"token": roles == j}
                 patch = replace(site, clean, layer=step.layer, visit=step.visit, **chosen)
                 patched = loss(_from(model, corrupted, step.index, patch, batch.segments))
                 batch.add(before - patched, won[:, step.index, j])

@@ -55,7 +55,7 @@ class DyckMap(Figure):
             for of, role in (("dyck head", "observed"), ("other heads", "control"), ("uniform", "control")):
                 for visit in (a, b) if of != "uniform" else (a,):
                     stat = study.mass.sel(heads=of, visit=visit, part=part)
-                    label = of if of == "uniform" else f"{of}, visit {visit}"
+                    label = of if of == "uniform" else f"{of.replace('dyck', 'Dyck')}, visit {visit}"
                     drawn[f"{part}.{of.replace(' ', '_')}.visit_{visit}"] = series(stat, "looped", role, label)
         return {
             "series": drawn,
@@ -87,9 +87,9 @@ class DyckMap(Figure):
                 *(f"attention on {words}" for words in _PARTS.values()),
             ],
         }
-        figure = frame(data, theme, width=max(1000, 130 + 9 * keys), height=900, panels=panels)
         layer, head = data["head"]
-        figure.layout.title.text += f": layer {layer}, head {head}"
+        titled = {**data, "title": f"{data['title']}: layer {layer}, head {head}"}
+        figure = frame(titled, theme, width=max(1000, 130 + 9 * keys), height=900, panels=panels)
         drawn = data["series"]
         for row, name in enumerate((f"visit_{a}", f"visit_{b}", "difference"), 1):
             axis = "coloraxis2" if name == "difference" else "coloraxis"

@@ -76,7 +76,8 @@ class ExpertOverlap(Figure):
             "horizontal_spacing": 0.025,
             "subplot_titles": [escape(t) for t in titles],
         }
-        figure = frame(data, theme, width=max(760, 260 * len(shown) + 90), height=500, panels=panels)
+        titled = {**data, "title": f"{data['title']}: {shown[0]['scale']}"}
+        figure = frame(titled, theme, width=max(760, 260 * len(shown) + 90), height=500, panels=panels)
         top = max(_top(panel_series(data, panel)) for panel in shown if not panel["absent"])
         first = next(at for at, panel in enumerate(shown) if not panel["absent"])
         for at, panel in enumerate(shown):
@@ -86,7 +87,6 @@ class ExpertOverlap(Figure):
             drawn = panel_series(data, panel)
             _histogram(figure, drawn, panel, theme, top, row=1, col=at + 1, legend=at == first, alone=False)
             figure.update_yaxes(range=[0, top], tickformat=".0%", showticklabels=at == first, row=1, col=at + 1)
-        figure.layout.title.text += f": {escape(shown[0]['scale'])}"
         return figure.update_yaxes(title_text=_SHARE, row=1, col=first + 1)
 
 

@@ -90,7 +90,7 @@ def caption(data: Mapping[str, Any], files: Sequence[str] = ()) -> str:
         for m in measures.values()
     )
     hashes = "<br>".join(
-        f"{escape(model['name'])} ({side}; {escape(span(model))}): recording <code>{escape(str(model['recording']))}</code>, "
+        f"{escape(model['name'])} ({escape(side)}; {escape(span(model))}): recording <code>{escape(str(model['recording']))}</code>, "
         f"weights <code>{escape(str(model['weights_sha256']))}</code>"
         for side, model in models
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 
 PAPER_DOCUMENT = 780
 """Mean document of the paper's FLOPs, in tokens: inferred, the printed ratios allow 777 to 788."""
@@ -99,8 +98,4 @@ PAPER_TOLERANCE = Ratios(flops=0.039, total=0.010, kv=0.036)
 
 def dense_control(config: LoopedMoEConfig) -> LoopedMoEConfig:
     """The configuration's own S = 0 control where no other is at hand: the same, with only the k experts it uses."""
-    from dataclasses import replace
-
-    if config.experts_per_token < 1:
-        raise InputError("a configuration without routed experts has no dense control")
     return replace(config, num_experts=config.experts_per_token)

@@ -115,13 +115,14 @@ class Corpus:
             report = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
             if report["format"] != FORMAT:
                 raise ValueError(f"format is {report['format']!r}")
-            splits = [
+            train, validation = (
                 TokenizedDocuments(
                     np.load(folder / f"{split}.tokens.npy", mmap_mode="r"), np.load(folder / f"{split}.documents.npy")
                 )
                 for split in SPLITS
-            ]
-            return cls(folder, tuple(report["categories"]), SpecialTokens(**report["special"]), *splits, report)
+            )
+            special = SpecialTokens(**report["special"])
+            return cls(folder, tuple(report["categories"]), special, train, validation, report)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"expected a prepared corpus in {folder}; {error}. Prepare it again.") from error
 
@@ -157,13 +158,14 @@ def prepare(
     asked = {
         "source": str(source) if isinstance(source, Path | str) else "documents",
         "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
+        "field": field,
         "special": vars(special),
         "validation_share": validation_share,
         "max_tokens": max_tokens,
     }
     if (out / "corpus.json").is_file():
         corpus = Corpus.open(out)
-        differs = [name for name, value in asked.items() if corpus.report[name] != value]
+        differs = [name for name, value in asked.items() if corpus.report.get(name) != value]
         if differs:
             raise InputError(f"{out} holds a corpus with another {', '.join(differs)}; choose another folder")
         return corpus

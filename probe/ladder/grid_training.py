@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -115,23 +116,29 @@ def adapted(config: LoopedMoEConfig, corpus: Corpus) -> LoopedMoEConfig:
 def train_grid(
     jobs: Iterable[Job], plan: GridPlan, out: Path, *, workers: int = 1, on_progress: JobProgress = lambda *_: None
 ) -> Grid:
-    """Runs the jobs, several at a time in processes of their own, and writes `grid.json` after each.
+    """Runs the jobs and writes `grid.json` after each. Several workers are processes, which report when a model is done.
 
     Raises:
-        VisitlensError: the first job that failed; those that run go on to their end before it is raised.
+        VisitlensError: the first job that failed; those in progress go on to their end, no other is begun.
     """
-    if workers == 1:
-        for job in jobs:
-            job.run(on_progress)
-            write_grid(plan, out)
-        return write_grid(plan, out)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        running = {pool.submit(job.run): job for job in jobs}
-        for future in as_completed(running):
-            future.result()
-            job = running[future]
-            on_progress(job.name, job.recipe.horizons[-1], job.recipe.horizons[-1], float("nan"))
-            write_grid(plan, out)
+    # A run's next horizon waits for the one before, so one round at a time.
+    for _, round_ in groupby(jobs, key=lambda job: len(job.recipe.horizons)):
+        if workers == 1:
+            for job in round_:
+                job.run(on_progress)
+                write_grid(plan, out)
+            continue
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+            running = {pool.submit(job.run): job for job in round_}
+            try:
+                for future in as_completed(running):
+                    future.result()
+                    last = running[future].recipe.horizons[-1]
+                    on_progress(running[future].name, last, last, float("nan"))
+                    write_grid(plan, out)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
     return write_grid(plan, out)
 
 

@@ -90,7 +90,9 @@ def results_tables(folders: Sequence[Path]) -> str:
             "Validation loss in nats per token, by category:",
             _columns(models, lambda report: {k: f"{v:.3f}" for k, v in report["validation_loss"].items()}),
             "By length of the whole document, in tokens:",
-            _columns(models, lambda report: {k: f"{v['loss']:.3f}" for k, v in report["loss_by_length"].items()}),
+            _columns(
+                models, lambda report: {k: f"{v['loss']:.3f}" for k, v in report.get("loss_by_length", {}).items()}
+            ),
             "Dyck completion by shots, exact match / accuracy on closing brackets, in percent:",
             _columns(models, lambda report: {f"{k} shots": _dyck(v) for k, v in report["dyck"].items()}),
         ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,9 @@ class _Run:
             if differs:
                 raise InputError(f"{self.out} holds a run with another {' and '.join(differs)}; choose another folder")
         elif self.trainer.rank == 0:
-            file.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            partial = file.with_suffix(".tmp")  # in one step: other processes look at it
+            partial.write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+            partial.replace(file)
 
     def _branch(self, horizon: int) -> Path:
         folder = self.out / f"tokens-{horizon}"
@@ -249,22 +251,26 @@ class _Metrics:
         out.mkdir(parents=True, exist_ok=True)
         self._file, self._writes = out / "metrics.jsonl", writes
 
-    def write(self, horizon: int | None, row: dict[str, float]) -> None:
+    def write(self, horizon: int | None, row: Mapping[str, float]) -> None:
         if self._writes:
             with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"branch": horizon or 0} | row) + "\n")
+                file.write(json.dumps({"branch": horizon or 0, **row}) + "\n")
 
     def rewind(self, branch: int, seen: int) -> None:
         """Drops rows of a branch after `seen` tokens: the updates they tell of will be made again."""
         if self._writes and self._file.is_file():
-            rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
-            kept = [row for row in rows if row["branch"] != branch or row["tokens"] <= seen]
+            kept = [row for row in self._rows() if row["branch"] != branch or row["tokens"] <= seen]
             self._file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
 
     def to_csv(self) -> None:
         """The same rows for a spreadsheet; a column that a row doesn't have stays empty."""
-        rows = [json.loads(line) for line in self._file.read_text(encoding="utf-8").splitlines()]
+        rows = self._rows()
         with self._file.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
             writer.writeheader()
             writer.writerows(rows)
+
+    def _rows(self) -> list[dict[str, float]]:
+        """All whole lines: a kill may have torn the last one."""
+        *whole, _ = self._file.read_text(encoding="utf-8").split("\n")
+        return [json.loads(line) for line in whole]

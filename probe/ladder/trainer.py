@@ -49,7 +49,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         rising = list(self.horizons) == sorted(set(self.horizons)) and len(self.horizons) > 0
-        if not rising or self.decay_tokens < 1 or self.horizons[0] <= self.decay_tokens:
+        if not rising or self.decay_tokens < 1 or min(self.horizons) <= self.decay_tokens:
             raise InputError(
                 f"expected rising horizons, each longer than the decay of {self.decay_tokens} tokens, got {self.horizons}"
             )
@@ -68,7 +68,7 @@ class Recipe:
         if horizon is not None and seen >= horizon - self.decay_tokens:
             progress = min((seen - horizon + self.decay_tokens) / self.decay_tokens, 1.0)
             return self.learning_rate * (DECAYED_TO + (1 - DECAYED_TO) * 0.5 * (1 + math.cos(math.pi * progress)))
-        return self.learning_rate * min(max(seen, 1) / self.warmup_tokens, 1.0)
+        return self.learning_rate * min(max(seen, 1) / max(self.warmup_tokens, 1), 1.0)
 
 
 class _Loss(nn.Module):
@@ -92,7 +92,10 @@ class Trainer:
             raise InputError(f"a batch of {recipe.batch} contexts can't be shared equally by {self.world} processes")
         self.model = LoopedMoE(config)
         self.model.init_weights(recipe.seed)
-        self.model.to(device=device, dtype=DTYPES[recipe.dtype])
+        try:
+            self.model.to(device=device, dtype=DTYPES[recipe.dtype])
+        except (RuntimeError, AssertionError) as error:  # no such device, or a torch built without it
+            raise InputError(f"can't train on {device!r} ({error}); try cpu") from error
         self._loss = _Loss(self.model)
         if self.world > 1:
             self._loss = nn.parallel.DistributedDataParallel(self._loss)

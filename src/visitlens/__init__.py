@@ -22,6 +22,7 @@ _EXPORTS = {
     "VisitlensError": "visitlens.kernels.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture",
+    "dashboard": "visitlens.app.embedded",
     "from_nnsight": "visitlens.hooks.sources.nnsight",
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
     "load_model": "visitlens.hooks.loading",

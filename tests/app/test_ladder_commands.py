@@ -104,12 +104,12 @@ def test_numbers_that_are_none_are_refused(options: list, run: Callable) -> None
 
 @pytest.fixture(scope="session")
 def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cell of the nano grid on the bundled sample, by the command line, in two goes."""
+    """One cell of the nano grid on the bundled sample, its two models at a time, by the command line, in two goes."""
     out = tmp_path_factory.mktemp("ladder") / "nano"
     arguments = ["ladder", "train", "--grid", "nano", "--out", str(out), "--cells", "24K-S85", "--tokens", "4000"]
     with pytest.MonkeyPatch.context() as patch:
-        for _ in range(2):  # the second finds everything finished
-            patch.setattr(sys, "argv", ["visitlens", *arguments])
+        for workers in ("2", "1"):  # the second finds everything finished
+            patch.setattr(sys, "argv", ["visitlens", *arguments, "--workers", workers])
             with pytest.raises(SystemExit) as exit_:
                 main()
             assert not exit_.value.code

@@ -92,6 +92,9 @@ def test_ablate_keeps_the_result_and_names_the_head(run: Run, checkpoints, recor
     assert {f: f.stat().st_mtime_ns for f in (rec / "analyses").iterdir()} == before  # the same settings: nothing to do
     assert run("ablate", rec, "-m", checkpoints["looped"], "--prompts", 5, "--style", "drawn")[0] == 0
     assert vl.open(rec).dyck()["zero"].mass.documents == 5
+    (rec / "analyses" / "dyck-zero.json").write_text("{")  # damaged: made anew
+    assert run("ablate", rec, "-m", checkpoints["looped"], "--prompts", 5, "--style", "drawn")[0] == 0
+    assert vl.open(rec).dyck()["zero"].mass.documents == 5
     text = ("--metric", "text", "--mode", "mean", "--max-tokens", 300)
     assert run("ablate", rec, "-m", checkpoints["looped"], *text)[0] == 0
     assert set(vl.open(rec).ablations()) == {"dyck-zero", "text-mean"}
@@ -185,6 +188,7 @@ def test_reproduce_where_nothing_can_be_recorded_tells_why(run: Run, checkpoints
 def test_reproduce_refuses_what_makes_no_sense(run: Run, checkpoints, tmp_path: Path) -> None:
     refused(run("reproduce", "--grid", tmp_path, "--looped", checkpoints["looped"]), "not both")
     refused(run("reproduce", "--grid", tmp_path / "none"), "to be a grid")
+    refused(run("reproduce", "--grid", tmp_path, "--out", tmp_path), "choose another --out")
     pair = ("--looped", checkpoints["looped"], "--baseline", checkpoints["baseline"])
     refused(run("reproduce", *pair, "--text", tmp_path / "none.txt", "--out", tmp_path), "no such file")
     Grid("g", ("a",), ("0",), (GridCell("a", "0"),)).write(tmp_path)

@@ -353,6 +353,13 @@ def totals_that_do_not_fit_each_other(file: h5py.File) -> None:
     replaced(file, "summary/resid_rms/count", shape=None, data=data[:-1] if len(data) > 1 else data[:, :-1])
 
 
+@hostile("100000 groups; at most")
+def more_groups_than_a_bootstrap_can_take(file: h5py.File) -> None:
+    for key in ("total", "count"):
+        values = np.zeros((100_000, *file[f"summary/resid_rms/{key}"].shape[1:]))
+        replaced(file, f"summary/resid_rms/{key}", shape=None, data=values, compression="gzip")
+
+
 # Groups, names, attributes
 
 

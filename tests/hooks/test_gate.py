@@ -228,6 +228,8 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a count that is true": (lambda m: m["shards"][0].update(seq=True), "not a readable manifest"),
     "shards that are no list": (lambda m: m.update(shards={"a": 1}), "not a readable manifest"),
     "a plan without steps": (lambda m: m["run"].update(layers=[]), "wrong type or value"),
+    "a plan of 10,000 steps": (lambda m: m["run"].update(layers=[*range(10_000)]), "wrong type or value"),
+    "a plan of a million pairs": (lambda m: m["run"].update(layers=[0] * 2000), "wrong type or value"),
     "a plan of text": (lambda m: m["run"].update(layers="abc"), "wrong type or value"),
     "an unknown level": (lambda m: m["run"]["config"]["options"].update(level="all"), "wrong type or value"),
     "no provenance": (lambda m: m["run"].pop("provenance"), "lacks a field"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -407,6 +408,37 @@ def test_a_loop_count_of_an_unlooped_model_or_below_one_is_refused(make_model, l
         with_loop_count(looped, 2, "half")
 
 
+def test_a_model_without_hook_points_is_refused() -> None:
+    with pytest.raises(InputError, match="SimpleNamespace has none"), intervene(SimpleNamespace(), zero("V")):  # type: ignore[arg-type]
+        pass
+
+
 def test_an_intervention_reads_as_it_is_written(looped) -> None:
     assert repr(zero("PV", layer=3, visit=(1, 2), head=0)) == "zero('PV', layer=3, visit=(1, 2), head=0)"
     assert repr(take("V", visit=2)) == "take('V', visit=2, source=1)"
+
+
+# From a step on
+
+
+def test_from_a_step_on_with_earlier_values_is_the_whole_forward(looped, text) -> None:
+    chain = (take("V"), scale("gates", 0.5, layer=2, visit=2, expert=(1, 2, 3)))
+    whole = intervened(looped, text, *chain)
+    with capture(looped, ["resid", "V"]) as plain:
+        looped(*text)
+    start = looped.plan.step(1, 2).index
+    with intervene(looped, *chain, earlier=plain):
+        final = looped.run_steps(plain.at("resid", start), text[1], start=start)
+    assert torch.equal(looped.logits(final), whole)
+    assert "run_steps" not in looped.__dict__
+
+
+def test_from_a_step_on_what_is_not_there_is_named(looped, text, clean) -> None:
+    x = clean.at("resid", 3)
+    for chain, said in (
+        (take("V"), "earlier=captured"),
+        (swap("V"), "call the model"),
+        (zero("V", token=lambda ids: ids > 3), "no token ids"),
+    ):
+        with pytest.raises(InputError, match=said), intervene(looped, chain):
+            looped.run_steps(x, text[1], start=3)

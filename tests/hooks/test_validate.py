@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -209,11 +210,21 @@ def test_a_file_twice_a_bomb_and_a_torn_archive_are_refused(whole: Recording, tm
         member = tarfile.TarInfo("summary.h5")
         member.size = 600 * 2**20
         file.write(member.tobuf())
-        for _ in range(258):
+        for _ in range(70):
             file.write(bytes(2**20))
     torn = pack(whole.path, tmp_path / "torn.tar.gz")
-    torn.write_bytes(torn.read_bytes()[:-5000])
-    for file, says in ((twice, "no file of a recording"), (bomb, "far more than its size"), (torn, "or damaged")):
+    flipped = tmp_path / "flipped.tar.gz"
+    data = bytearray(torn.read_bytes())
+    torn.write_bytes(data[:-5000])
+    data[len(data) // 2] ^= 0xFF
+    flipped.write_bytes(data)
+    hostile = {
+        twice: "no file of a recording",
+        bomb: "far more than its size",
+        torn: "or damaged",
+        flipped: "damaged|checksum|is no file|refused",
+    }
+    for file, says in hostile.items():
         with pytest.raises(RecordingError, match=says):
             unpack(file, tmp_path / "out.vlens")
         assert not (tmp_path / "out.vlens").exists()
@@ -226,6 +237,7 @@ def test_a_packed_recording_that_would_not_pass_is_not_unpacked(copy: Path, tmp_
         file["tokens/extra"] = h5py.SoftLink("/tokens/id")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["shards"][0]["bytes"] = shard(copy, 0).stat().st_size
+    manifest["shards"][0]["sha256"] = hashlib.sha256(shard(copy, 0).read_bytes()).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     packed = pack(copy, tmp_path / "r.tar")
     with pytest.raises(RecordingError, match="soft or external link"):

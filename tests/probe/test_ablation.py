@@ -14,7 +14,7 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import Task, ablate_heads, nll, text_task, visit_choices
 from visitlens.probe.ablation_run import ablate
-from visitlens.probe.analyses import holm
+from visitlens.probe.head_ablation import holm
 
 LENGTHS = (17, 9, 30, 2, 12, 25, 40, 6)
 

@@ -14,9 +14,10 @@ from visitlens.hooks.intervene import intervene
 from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.kernels.errors import CheckpointError, InputError
 from visitlens.probe.bundled import PAIR
-from visitlens.probe.notebook import Model, Run
+from visitlens.probe.notebook import Model
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.pictures import LinkedMaps, coloured, loop_svg
+from visitlens.probe.runs import Run
 
 TEXT = "The router picks eight experts for each token, and the second visit keeps most."
 

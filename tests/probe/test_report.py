@@ -25,7 +25,18 @@ from visitlens.probe.figures.export import write_figures, write_file
 from visitlens.probe.figures.images import find_browser, render
 from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.findings import CLAIMS, FAILS, HOLDS, OPEN, UNMEASURED, findings, findings_data, verdict
+from visitlens.probe.figures.pairs import PairGrid
+from visitlens.probe.findings import (
+    CLAIMS,
+    FAILS,
+    HOLDS,
+    OPEN,
+    UNMEASURED,
+    findings,
+    findings_data,
+    grid_findings,
+    verdict,
+)
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
@@ -146,7 +157,7 @@ def test_what_a_recording_does_not_hold_is_left_out_unless_asked_for(
     said: list[str] = []
     written = write_figures(pair, tmp_path, formats=["json"], on_warning=said.append)
     assert [path.stem for path in written] == [slug for slug in SLUGS if not slug.startswith("sink")]
-    assert len(said) == 2 and "sink-heads is left out" in said[0]
+    assert len(said) == 3 and "sink-heads is left out" in said[0]
     with pytest.raises(RecordingError, match="sink_mass"):
         write_figures(pair, tmp_path, ["sink-heads"], ["json"])
 
@@ -175,6 +186,7 @@ def test_drawing_imports_neither_torch_nor_pandas(pair: Pair, tmp_path: Path) ->
 import sys
 from visitlens.probe.opened import open
 from visitlens.probe.figures.pair import Pair
+from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.report import write_report
 pair = Pair(open({str(pair.looped.recording.path)!r}), open({str(pair.baseline.recording.path)!r}))
 write_report(pair, {str(tmp_path)!r}, formats=["html", "csv"])
@@ -280,6 +292,29 @@ def test_report_escapes_a_runs_name(looped_recording: RecordedRun, tmp_path: Pat
     page = write_report(Pair(open_recording(path)), tmp_path / "out", ["sink-heads"], formats=["json"])
     text = page.read_text(encoding="utf-8")
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
+
+
+def test_report_of_a_grid_has_every_cells_findings(
+    pair: Pair, three_visit_recording: RecordedRun, tmp_path: Path
+) -> None:
+    pairs = {("small", "85"): pair, ("<large>", "85"): Pair(three_visit_recording)}
+    grid = PairGrid("tiny", ("small", "<large>"), ("0", "85"), pairs, {("small", "0"): "no <room>"})
+    page = write_report(grid, tmp_path, ["grid-diagnostics", "sink-profile-all"], formats=["json"])
+    check_offline(page)
+    text = page.read_text(encoding="utf-8")
+    assert "<large>" not in text and "no <room>" not in text and "small, S = 0% is missing: no &lt;room&gt;" in text
+    saved = json.loads((tmp_path / "findings.json").read_text(encoding="utf-8"))
+    assert list(saved["findings"]) == ["small, S = 85%", "<large>, S = 85%", "tiny"]
+    assert [len(found) for found in saved["findings"].values()] == [len(CLAIMS), len(CLAIMS), 1]
+    elements = Elements(text).found
+    assert all(a.get("scope") in ("col", "row") for tag, a in elements if tag == "th")
+    assert text.count(" of 2</td>") + text.count(" of 1</td>") == len(CLAIMS)  # in how many cells each holds
+
+
+def test_overlap_is_claimed_to_fall_with_the_pool(pair: Pair) -> None:
+    grid = PairGrid("tiny", ("a",), ("0", "85"), {("a", "0"): pair, ("a", "85"): pair})
+    (finding,) = grid_findings(grid)["tiny"]
+    assert finding.verdict == UNMEASURED and "two sizes" in finding.reason
 
 
 @needs_browser

@@ -124,6 +124,8 @@ def test_a_stopped_run_ends_bit_identical(at: int, finished: Path, corpus: Corpu
 
     with pytest.raises(Stop):
         train(CONFIG, RECIPE, corpus, tmp_path, cadence=CADENCE, on_progress=stop)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"branch": 0, "tok')  # as a kill may leave it
     (folder,) = train(CONFIG, RECIPE, corpus, tmp_path, cadence=CADENCE)
     assert same(weights(folder), weights(finished / "tokens-6000"))
     assert (tmp_path / "metrics.jsonl").read_text() == (finished / "metrics.jsonl").read_text()
@@ -189,6 +191,11 @@ def test_bfloat16_keeps_float32_weights_in_the_optimiser(corpus: Corpus, tmp_pat
     assert all(t.dtype == torch.float32 for t in state.values())
     rounded = {k: v.bfloat16().float() for k, v in state.items()}
     assert not same(state, rounded)  # they hold more than bfloat16 could
+
+
+def test_a_device_that_is_not_there_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="can't train on 'cuda:77'"):
+        train(CONFIG, RECIPE, corpus, tmp_path, device="cuda:77")
 
 
 # As processes of their own

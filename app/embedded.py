@@ -1,0 +1,80 @@
+"""The dashboard inside a notebook: a server in a thread of the kernel, shown in a frame. No torch."""
+
+from __future__ import annotations
+
+import html
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from visitlens.app.context import Context
+from visitlens.app.registry import Registry
+from visitlens.app.server import Access, behind_prefix, build
+from visitlens.probe.opened import RecordedRun
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A running dashboard. A notebook shows it as a frame; `url` opens it in a tab, `stop()` ends it."""
+
+    url: str
+    height: int
+    _server: Any
+
+    def start(self) -> Embedded:
+        Thread(target=self._run, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        self._server.close()
+
+    def _run(self) -> None:
+        with suppress(OSError):  # its socket is closed by `stop`
+            self._server.run()
+
+    def _repr_html_(self) -> str:
+        style = "width: 100%; border: 1px solid #b9c1c9; border-radius: 6px"
+        return (
+            f'<iframe src="{html.escape(self.url)}" title="visitlens" height="{self.height}" style="{style}"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Embedded({self.url})"
+
+
+def dashboard(
+    *runs: RecordedRun | str | Path,
+    model: str | Path | None = None,
+    height: int = 820,
+    proxy: str = "",
+    port: int = 0,
+) -> Embedded:
+    """Serves recordings, or folders of them, from this process.
+
+    Args:
+        model: checkpoint folder, for the live probe and for token text.
+        proxy: on a remote Jupyter the path under which it forwards ports, with `{port}` in it:
+            `/user/me/proxy/{port}/`.
+        port: 0 takes a free one.
+
+    Raises:
+        InputError: a path that doesn't exist.
+    """
+    from waitress.server import create_server
+
+    paths = [run.recording.path if isinstance(run, RecordedRun) else Path(run) for run in runs]
+    port = port or _free_port()
+    prefix = f"/{proxy.format(port=port).strip('/')}/" if proxy else "/"
+    context = Context(Registry(paths), Path(model) if model else None, prefix)
+    application = behind_prefix(build(context, Access(framed=True)).server, prefix)
+    server: Any = create_server(application, host="127.0.0.1", port=port, threads=4, clear_untrusted_proxy_headers=True)
+    return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,229 @@
+"""Run, tokens through a model with what was changed; Difference, what a change did. Made by `model.run` in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visitlens.hooks.capture import capture
+from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.kernels.errors import InputError
+from visitlens.probe.pictures import LinkedMaps, show, token_strip
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+    from visitlens.probe.notebook import Model
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Tokens through a model, with what was changed. Axes are [position, ...] for one text, [text, position, ...] for several.
+
+    It keeps no hook on the model: each new site is one more forward, and its values are kept.
+    """
+
+    model: Model = field(repr=False)
+    token_ids: Tensor = field(repr=False)
+    segment_ids: Tensor = field(repr=False)
+    interventions: tuple[Intervention, ...] = ()
+    _sites: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        with torch.no_grad(), intervene(self.model.native, *self.interventions):
+            return self._one(self.model.native(self.token_ids, self.segment_ids))
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """[position - 1] nats: entry i is for token i + 1; NaN for padding."""
+        log_p = self.logits.float().log_softmax(-1)[..., :-1, :]
+        truth = self._one(self.token_ids)[..., 1:]
+        loss = -log_p.gather(-1, truth.unsqueeze(-1)).squeeze(-1)
+        return loss.masked_fill(self._one(self.segment_ids)[..., 1:] < 0, float("nan"))
+
+    @property
+    def tokens(self) -> list[str]:
+        """The text of each token (of the first text)."""
+        ids = self.token_ids[0][self.segment_ids[0] >= 0].tolist()
+        return [self.model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+
+    def site(self, name: str, layer: int, visit: int = 1) -> Tensor:
+        """The values at a site (`visitlens.hooks.sites.SITES`) at one visit of one layer, after the interventions.
+
+        Raises:
+            InputError: no such site, layer or visit.
+        """
+        return self._one(self.at(name, self.model.plan.step(layer, visit).index))
+
+    def at(self, site: str, step: int) -> Tensor:
+        """[text, position, ...] by step: what `replace(site, run)` takes from this run."""
+        if site not in self._sites:
+            model = self.model.native
+            if "forward" in model.__dict__:
+                raise InputError(f"ask this run for {site!r} before `intervene` begins: it would run inside it")
+            with torch.no_grad(), intervene(model, *self.interventions), capture(model, [site]) as captured:
+                model(self.token_ids, self.segment_ids, return_type="none")
+            self._sites[site] = captured
+        return self._sites[site].at(site, step)
+
+    def with_(self, *interventions: Intervention | Sequence[Intervention]) -> Run:
+        """The same tokens with more interventions, after those that there are."""
+        return self.model.run(self.token_ids, *self.interventions, *interventions)._masked(self.segment_ids)
+
+    def diff(self, other: Run) -> Difference:
+        """What `other` (the intervened run, say) changes against this one.
+
+        Raises:
+            InputError: a run of other tokens.
+        """
+        return Difference(self, other)
+
+    def top(self, most: int = 5, position: int = -1) -> list[tuple[str, float]]:
+        """The most likely next tokens after a position of the first text, with their probabilities."""
+        row = self.logits if self.logits.ndim == 2 else self.logits[0]
+        found = row[position].float().softmax(-1).topk(most)
+        decode = self.model.tokenizer.decode
+        return [(decode([int(i)]), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
+
+    def attention(self, layer: int, head: int, visits: tuple[int, int] | None = None) -> LinkedMaps:
+        """Attention of one head at two visits and the later less the earlier (at one visit for a layer that runs once)."""
+        rows = self._labels()
+        maps = {v: self.at("P", self.model.plan.step(layer, v).index)[0] for v in self._visits(layer, visits)}
+        heads = next(iter(maps.values())).shape[0]
+        if not 0 <= head < heads:
+            raise InputError(f"expected a head in 0..{heads - 1}, got {head}")
+        n = len(rows)
+        seen = np.tril(np.ones((n, n), bool))
+        shown = {v: np.where(seen, p[head, :n, :n].float().cpu().numpy(), np.nan) for v, p in maps.items()}
+        return LinkedMaps(f"Attention of layer {layer}, head {head}", _compared(shown), rows, rows, ("query", "key"))
+
+    def experts(self, layer: int, visits: tuple[int, int] | None = None) -> LinkedMaps:
+        """The gate of every expert for every token at two visits and the later less the earlier; 0 where it isn't used."""
+        rows, shown = self._labels(), {}
+        for visit in self._visits(layer, visits):
+            step = self.model.plan.step(layer, visit).index
+            ids, gates = (self.at(site, step)[0, : len(rows)] for site in ("experts", "gates"))
+            table = torch.zeros(len(rows), self.model.config.num_experts).scatter_(1, ids.cpu(), gates.float().cpu())
+            shown[visit] = table.numpy()
+        columns = [str(e) for e in range(self.model.config.num_experts)]
+        return LinkedMaps(f"Experts of layer {layer}", _compared(shown), rows, columns, ("token", "expert"))
+
+    def plot(self) -> go.Figure:
+        """The loss of each token."""
+        return _token_figure(self._labels()[1:], {"loss": self._first(self.loss)}, "Loss by token", "nats")
+
+    def show(self) -> None:
+        """Displays the tokens with their losses; prints in a terminal."""
+        show(self)
+
+    def _masked(self, segments: Tensor) -> Run:
+        """With the padding of another run of the same tokens."""
+        if torch.equal(segments, self.segment_ids):
+            return self
+        run = Run(self.model, self.token_ids, segments, self.interventions)
+        _ = run.logits
+        return run
+
+    def _visits(self, layer: int, visits: tuple[int, int] | None) -> tuple[int, ...]:
+        last = self.model.plan.step(layer, 1) and self.model.plan.visits[layer]
+        return visits if visits is not None else (1, last) if last > 1 else (1,)
+
+    def _labels(self) -> list[str]:
+        return [f"{i} {token!r}" for i, token in enumerate(self.tokens)]
+
+    def _one(self, value: Tensor) -> Tensor:
+        return value[0] if len(self.token_ids) == 1 else value
+
+    def _first(self, value: Tensor) -> np.ndarray:
+        row = value if value.ndim == 1 else value[0]
+        return row[: len(self.tokens) - 1].double().cpu().numpy()
+
+    def __repr__(self) -> str:
+        mean = float(self.loss.nanmean()) if self.loss.numel() else float("nan")
+        texts = "" if len(self.token_ids) == 1 else f"{len(self.token_ids)} texts, "
+        changed = "".join(f", {i!r}" for i in self.interventions)
+        return f"Run({texts}{int((self.segment_ids >= 0).sum())} tokens, {mean:.4f} nats a token{changed})"
+
+    def _repr_html_(self) -> str:
+        values = np.concatenate([[np.nan], self._first(self.loss)])
+        return f"<div>{html.escape(repr(self))}</div>{token_strip(self.tokens, values, 'nats')}"
+
+
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """`after` against `before`, token by token (of the first text where there are several)."""
+
+    before: Run
+    after: Run
+
+    def __post_init__(self) -> None:
+        if not torch.equal(self.before.token_ids, self.after.token_ids):
+            raise InputError("the two runs have different tokens: compare runs of one text")
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """[position - 1] nats that `after` loses."""
+        return self.after.loss - self.before.loss
+
+    @cached_property
+    def divergence(self) -> Tensor:
+        """[position] KL(before || after) of the next token, nats."""
+        p, q = (run.logits.float().log_softmax(-1) for run in (self.before, self.after))
+        return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+
+    def site(self, name: str, layer: int, visit: int = 1) -> Tensor:
+        """What changed at a site: `after` less `before`."""
+        return self.after.site(name, layer, visit) - self.before.site(name, layer, visit)
+
+    def plot(self) -> go.Figure:
+        """Change of the loss of each token."""
+        series = {"change of loss": self.before._first(self.loss)}
+        return _token_figure(self.before._labels()[1:], series, "Change of the loss by token", "nats")
+
+    def show(self) -> None:
+        """Displays the tokens with what each lost; prints in a terminal."""
+        show(self)
+
+    def __repr__(self) -> str:
+        changed = ", ".join(map(repr, self.after.interventions[len(self.before.interventions) :])) or "nothing"
+        return f"Difference({changed}: {float(self.loss.nanmean()):+.4f} nats a token, KL {float(self.divergence.nanmean()):.4f})"
+
+    def _repr_html_(self) -> str:
+        values = np.concatenate([[np.nan], self.before._first(self.loss)])
+        return f"<div>{html.escape(repr(self))}</div>{token_strip(self.before.tokens, values, 'nats')}"
+
+
+def _compared(shown: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
+    panels = {f"visit {visit}": values for visit, values in shown.items()}
+    if len(shown) == 2:
+        (a, first), (b, second) = shown.items()
+        panels[f"visit {b} - visit {a}"] = second - first
+    return panels
+
+
+def _token_figure(labels: Sequence[str], series: dict[str, np.ndarray], title: str, unit: str) -> go.Figure:
+    import plotly.graph_objects as go
+
+    from visitlens.probe.figures.generic import NotebookFigure
+    from visitlens.probe.figures.theme import LIGHT, escape
+
+    places = list(range(1, len(labels) + 1))
+    texts = [escape(label) for label in labels]
+    traces = [
+        go.Bar(x=places, y=values.tolist(), name=name, hovertext=texts, marker={"color": LIGHT.visits[0]})
+        for name, values in series.items()
+    ]
+    figure = go.Figure(
+        traces, layout={"template": LIGHT.template(), "width": 820, "height": 320, "title": {"text": title}}
+    )
+    figure.update_xaxes(title_text="token")
+    return NotebookFigure(figure.update_yaxes(title_text=unit))

@@ -1,0 +1,122 @@
+"""What leaves the dashboard: files of every format, the snapshot, the command and the notebook's frame."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import visitlens as vl
+from visitlens.app.demo import cache_folder
+
+
+@pytest.mark.parametrize("format_", ["png", "svg", "csv", "json"])
+def test_each_format_is_saved_from_the_menu_and_opens(visit, tmp_path: Path, format_: str) -> None:
+    visit.open("heads?run=looped&layer=1&head=2")
+    visit.charted("map")
+    visit.page.click("#panel-map .dropdown summary")
+    with visit.page.expect_download() as waiting:
+        visit.page.click(f"#panel-map [data-export={format_}]")
+    file = tmp_path / waiting.value.suggested_filename
+    waiting.value.save_as(file)
+    assert file.suffix == f".{format_}"
+    data = file.read_bytes()
+    if format_ == "png":
+        assert data.startswith(b"\x89PNG") and int.from_bytes(data[16:20], "big") == 1800
+    elif format_ == "svg":
+        assert data.lstrip().startswith(b"<svg") and b"Attention on the segment start" in data
+        assert visit.site.context.registry["looped"].run.provenance["recording"][:8].encode() in data
+    elif format_ == "csv":
+        assert data.startswith(b"# panel: Attention on the segment start") and b"visit 1,1,0," in data
+    else:
+        assert json.loads(data)["selection"]["head"] == "2"
+
+
+def test_pdf_and_png_of_the_server(site) -> None:
+    for format_, start in (("pdf", b"%PDF"), ("png", b"\x89PNG")):
+        url = f"{site.url}export/layers/by-layer.{format_}?run=looped&theme=dark"
+        with urllib.request.urlopen(url, timeout=300) as answer:
+            assert answer.read().startswith(start)
+            assert f"by-layer-looped.{format_}" in answer.headers["Content-Disposition"]
+
+
+def test_python_is_copied_and_a_snapshot_opens_without_the_server(visit, meet, site, tmp_path: Path) -> None:
+    visit.open("layers?run=looped&metric=update_rms")
+    visit.page.click("#panel-by-layer .dropdown summary")
+    visit.page.click("#panel-by-layer [data-action=copy]")
+    code = visit.page.evaluate("navigator.clipboard.readText()")
+    assert "vl.open(" in code and "update_rms" in code
+    with visit.page.expect_download() as waiting:
+        visit.page.click("text=Snapshot")
+    file = tmp_path / "layers.html"
+    waiting.value.save_as(file)
+    person = meet(site)
+    person.page.goto(f"file://{file}")
+    person.page.locator(".main-svg").first.wait_for()
+    assert person.page.locator(".chart .main-svg").count() >= 3
+    assert "update_rms" in person.page.inner_text("dl") and not person.errors
+
+
+def test_the_command_serves_says_where_and_ends(folder: Path) -> None:
+    command = [sys.executable, "-m", "visitlens", "app", folder, "--port", "0", "--no-browser", "--token", "auto"]
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        found = re.fullmatch(r"(http://127\.0\.0\.1:\d+/)\?access=(\S{20,})", address)
+        assert found, address
+        with urllib.request.urlopen(found[1] + "health", timeout=60) as answer:
+            assert json.load(answer)["recordings"] == 6
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.vlens"], "no such file"),
+        (["--host", "0.0.0.0"], "--token"),
+        (["--prefix", "/a b/"], "prefix"),
+        (["--model", "nowhere"], "config.json"),
+    ],
+)
+def test_bad_options_are_one_clear_error(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "visitlens", "app", "--no-browser", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 1 and said in " ".join(result.stderr.split())
+    assert result.stderr.count("error:") == 1 and "Traceback" not in result.stderr
+
+
+def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
+    shown = looped_recording.dashboard(height=500)
+    try:
+        assert f'src="{shown.url}"' in shown._repr_html_() and 'height="500"' in shown._repr_html_()
+        with urllib.request.urlopen(shown.url, timeout=60) as answer:
+            assert "http://localhost:*" in answer.headers["Content-Security-Policy"]
+        with urllib.request.urlopen(shown.url + "health", timeout=60) as answer:
+            assert json.load(answer)["recordings"] == 1
+    finally:
+        shown.stop()
+    behind = vl.dashboard(looped_recording.recording.path, proxy="/user/me/proxy/{port}/")
+    assert re.fullmatch(r"/user/me/proxy/\d+/", behind.url)
+    behind.stop()
+
+
+def test_the_demo_keeps_its_recordings_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "visitlens"
+    from visitlens.app import demo
+
+    monkeypatch.setattr(demo, "TOKENS", 64)
+    monkeypatch.setattr(demo, "MAP_TOKENS", 64)
+    said: list[str] = []
+    paths = demo.demo_recordings(said.append)
+    assert [vl.open(path).recording.complete for path in paths] == [True] * 3
+    assert vl.open(paths[2]).recording.level == "maps" and len(said) == 4
+    assert demo.demo_recordings(said.append) == paths and len(said) == 4  # made once
