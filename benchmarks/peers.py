@@ -2,18 +2,17 @@
 
     python benchmarks/peers.py --out benchmarks/results/peers.json
 
-HRM-Text with random weights (L layers run six times, H layers twice): transformers' own code, the only looped family that a
+HRM-Text with random weights (L layers run six times, H layers twice): transformers' own code, a looped family that a
 TransformerLens bridge loads as it is. Kept are the step inputs, both norms' outputs and both writes. Ratios are to the plain
 forward of the same model without a cache, CPU time, one thread, medians over interleaved rounds. The peers keep what they
-keep: TransformerLens the last visit of each, nnsight all visits without labels. Memory is by how much
-one run raises the peak resident set of a process that has made a plain forward before.
+keep: TransformerLens the last visit of each, nnsight all visits without labels. Memory is the peak
+resident set of one run less that of a plain forward, in a process of its own.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -49,11 +48,8 @@ def main(
     torch.set_num_threads(1)
     if memory_of:
         ways = _ways(hidden, tokens, contexts, ("plain", memory_of))
-        ways["plain"]()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        kept = ways[memory_of]()
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1000)
-        del kept
+        peaks = [_peak_mb(ways[way]) for way in ("plain", "plain", memory_of)]
+        print(peaks[2] - peaks[1])
         return
     ways = _ways(hidden, tokens, contexts, WAYS)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -164,6 +160,15 @@ def _bridge(model: Any) -> Any:
         special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
         return boot(folder)
+
+
+def _peak_mb(run: Callable[[], Any]) -> float:
+    """Peak resident set during one run (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts afresh from what is resident now
+    kept = run()
+    status = Path("/proc/self/status").read_text()
+    del kept
+    return int(status.split("VmHWM:")[1].split()[0]) / 1000
 
 
 def _memory(way: str, sizes: tuple[str, ...]) -> float:

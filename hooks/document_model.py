@@ -61,6 +61,9 @@ class DocumentModel(InstrumentedModel):
                 self.part = None
             if piece is None:
                 continue
+            if part.whole:
+                logits = piece.flatten(0, 1)
+                break
             if logits is None:
                 logits = piece.new_full((tokens.numel(), piece.shape[-1]), float("nan"))
             logits[part.index.flatten().to(piece.device)] = piece.flatten(0, 1)

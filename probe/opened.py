@@ -23,6 +23,7 @@ from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
+from visitlens.probe.visit_matrix import visit_matrix
 
 _NORM_MEASURES = {
     "update": "update_rms",
@@ -136,33 +137,7 @@ class RecordedRun:
         Raises:
             InputError: the layer isn't looped, or the measure doesn't compare visits.
         """
-        stat = self.stat(name)
-        pairs = [(at, pair) for at, pair in enumerate(self.plan.pairs) if pair.layer == layer]
-        if "pair" not in stat.axes or not pairs:
-            raise InputError(
-                f"expected a measure of pairs and a looped layer among {list(self.plan.looped_layers)}, got {name!r} [{', '.join(stat.axes)}] and layer {layer}"
-            )
-        symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
-        visits = self.plan.visits[layer]
-
-        def square(values: np.ndarray, lead: int) -> np.ndarray:
-            values = np.moveaxis(values, stat.axes.index("pair") + lead, lead)
-            table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), np.nan)
-            for at, pair in pairs:
-                cell = (pair.earlier.visit - 1, pair.later.visit - 1)
-                for where in {cell, cell[::-1]} if symmetric else {cell}:
-                    table[(slice(None),) * lead + where] = values.take(at, lead)
-            return table
-
-        axes = ("visit", "later_visit", *(axis for axis in stat.axes if axis != "pair"))
-        numbers = list(range(1, visits + 1))
-        return replace(
-            stat,
-            measure=replace(stat.measure, axes=axes),
-            values=square(stat.values, 0),
-            replicates=None if stat.replicates is None else square(stat.replicates, 1),
-            labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
-        )
+        return visit_matrix(self.stat(name), self.plan, layer)
 
     def at_visit(self, name: str, visit: int) -> StatArray:
         """A `step` measure at one visit of each looped layer, the axis relabelled `layer`."""

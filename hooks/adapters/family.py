@@ -122,6 +122,7 @@ class Family(ABC):
             missing=anatomy.missing,
             absent=anatomy.absent,
             notes=anatomy.notes,
+            order=anatomy.order,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),
         )

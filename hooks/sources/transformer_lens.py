@@ -89,7 +89,8 @@ class VisitBridge(DocumentModel):
         self.plan = ExecutionPlan.from_layers(number[block] for block in blocks)
         self._number = number
         self._points = tuple(dict.fromkeys(fired))  # those that are switched on, by their canonical names
-        self.config = _facts(bridge, self.blocks, self._points)
+        order = tuple(step.layer for step in self.plan.steps)
+        self.config = _facts(bridge, self.blocks, order, self._points)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.bridge.parameters()
@@ -303,7 +304,7 @@ def _cut(value: Tensor, name: str, length: int, pos_slice: slice | int | None, r
     return value.squeeze(0) if remove_batch_dim and value.ndim and value.shape[0] == 1 else value
 
 
-def _facts(bridge: Any, blocks: tuple[str, ...], points: Sequence[str]) -> ModelFacts:
+def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points: Sequence[str]) -> ModelFacts:
     cfg = bridge.cfg
     missing = {
         site: _NOT_IN_BRIDGE
@@ -330,6 +331,7 @@ def _facts(bridge: Any, blocks: tuple[str, ...], points: Sequence[str]) -> Model
         context_length=int(cfg.n_ctx),
         missing=missing,
         notes=("read through a TransformerLens bridge, whose attention forms a map at each step",),
+        order=order,
         layer_names=blocks,
         **ids,
     )

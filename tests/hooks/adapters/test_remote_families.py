@@ -324,6 +324,9 @@ def test_huginns_initial_state_is_its_seeds_and_its_steps_are_the_callers() -> N
 
 def test_ouros_passes_can_be_set() -> None:
     model = adapt(seeded(TinyOuro), steps=2)
+    assert model.config.to_dict() != adapt(seeded(TinyOuro)).config.to_dict(), (
+        "a recording of another number is another"
+    )
     assert len(model.plan) == 4
     with capture(model, ["resid"]) as values:
         model(TOKENS)
