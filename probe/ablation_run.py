@@ -91,7 +91,7 @@ def ablate_recording(
         text = RunRequest(
             checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
         )
-        task = text_task(pack_text(text, model.config))
+        task = text_task(pack_text(text, model.config)[0])
     sums = ablate_heads(model, task, mode=request.mode, seed=request.seed, on_progress=on_progress)
     about = _about(rec, task, settings)
     ablation = head_ablation(sums, name=request.name, metric=_TITLES[request.metric], mode=request.mode, about=about)
