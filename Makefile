@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: reproduce test check format bench docs clean
+.PHONY: reproduce test check format bench bench-gpu docs clean
 
 reproduce: .venv/run-ready
 	$(BIN)/visitlens reproduce --out out
@@ -21,8 +21,12 @@ format: .venv/test-ready
 	$(BIN)/ruff format .
 
 bench: .venv/test-ready
-	$(BIN)/python benchmarks/attention_rows.py --out benchmarks/results/attention_rows.json
-	$(BIN)/python benchmarks/recording.py --out benchmarks/results/recording.json
+	for name in attention_rows grouped_experts recording storage crash scale ablation attribution training peers dashboard; do \
+	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.json || exit 1; \
+	done
+
+bench-gpu: .venv/test-ready
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/gpu.json
 
 docs: .venv/test-ready
 	$(BIN)/mkdocs build
