@@ -12,6 +12,7 @@ from dash import html
 
 from visitlens.app.components import card, number, selector, table
 from visitlens.app.context import View
+from visitlens.app.live_parts import attribute
 from visitlens.app.panels import Panel, notebook, stat_rows
 from visitlens.probe.analyses import HeadAblation
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, title_block
@@ -246,7 +247,9 @@ def ranked_card(view: View, ablation: HeadAblation, when: str) -> html.Section:
         row = {v: _interval(*values) for v, values in head.effects.items()}
         row |= {"head": html.A(name, href=view.href(path, **place)), "p": _p(head.p)}
         if live:
-            row["live"] = html.A("probe", href=view.href("/live", **place), **{"aria-label": f"Probe {name} live"})
+            row["live"] = html.A(
+                "probe", href=view.href("/live", **place), **attribute("aria-label", f"Probe {name} live")
+            )
         rows.append(row)
     columns += [("live", "on a prompt")] if live else []
     return card(

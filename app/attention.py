@@ -49,8 +49,11 @@ def pool(
     wide = part if how == "max" else np.nan_to_num(part.astype(np.float32))
     pooled = reduce(reduce(wide, row_starts, axis=0), column_starts, axis=1)
     if how == "mean":
-        sizes = [np.diff(np.append(s, n)) for s, n in zip((row_starts, column_starts), part.shape, strict=True)]
-        pooled = pooled / np.outer(*sizes)
+        heights, widths = (
+            np.diff(np.append(starts, size)).astype(np.float64)
+            for starts, size in zip((row_starts, column_starts), part.shape, strict=True)
+        )
+        pooled = pooled / (heights[:, None] * widths)
     return Pooled(pooled, factor, row_starts + r0, column_starts + c0)
 
 
@@ -61,14 +64,18 @@ def _within(part: tuple[int, int] | None, size: int) -> tuple[int, int]:
 
 
 def pooled_difference(
-    earlier: np.ndarray, later: np.ndarray, most: int = MOST_CELLS, **region: tuple[int, int] | None
+    earlier: np.ndarray,
+    later: np.ndarray,
+    most: int = MOST_CELLS,
+    rows: tuple[int, int] | None = None,
+    columns: tuple[int, int] | None = None,
 ) -> tuple[Pooled, Pooled, Pooled]:
     """Both maps by their maxima, and of the difference the value that is largest in size in each block, with its sign."""
     difference = later.astype(np.float32) - earlier.astype(np.float32)
-    highest, lowest = pool(difference, "max", most, **region), pool(-difference, "max", most, **region)
+    highest, lowest = (pool(d, "max", most, rows, columns) for d in (difference, -difference))
     signed = np.where(highest.values >= lowest.values, highest.values, -lowest.values)
     kept = Pooled(signed, highest.factor, highest.row_starts, highest.column_starts)
-    return pool(earlier, "max", most, **region), pool(later, "max", most, **region), kept
+    return pool(earlier, "max", most, rows, columns), pool(later, "max", most, rows, columns), kept
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from visitlens.app.panels import Panel
 from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.series import digits
 
-GRAPH_CONFIG = {**CONFIG, "displayModeBar": False}
+GRAPH_CONFIG: Any = {**CONFIG, "displayModeBar": False}
 """Without Plotly's buttons, among them the one that uploads the chart: a panel has its own."""
 _FORMATS = ("png", "svg", "pdf", "csv", "json")
 

@@ -1,9 +1,8 @@
-"""The Live probe's parts: the prompt, the tokens, one token's experts, keys and output, a silenced head. No torch."""
+"""The Live probe's parts: the prompt, the tokens, one token's experts, keys, output and lens. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import exp
 from typing import Any
 
 from dash import dcc, html
@@ -11,26 +10,17 @@ from dash import dcc, html
 from visitlens.app.components import card, selector, table
 from visitlens.app.context import View
 from visitlens.app.live_choice import LiveChoice
+from visitlens.app.live_parts import attribute, badge, bar, button, visible
 from visitlens.app.live_service import LiveService
-from visitlens.probe.figures.series import digits
-from visitlens.probe.live_ablation import KINDS, HeadAblation, visit_choices
-from visitlens.probe.live_figures import place_label
 from visitlens.probe.live_run import ExpertChange, KeyChange, LiveRun
 
-_STATUS_BADGES = {
-    "kept": "badge muted",
-    "dropped": "badge visit-1",
-    "lost": "badge visit-1",
-    "new": "badge visit-2",
-    "gained": "badge visit-2",
-}
 _TICK_MS = 300
 
 
 def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
     """Where a prompt is typed, started and stopped; and what becomes of it."""
     presets = [
-        _do(f"dyck-{i}", str(preset.shots), f"Run the Dyck prompt with {preset.shots} shots")
+        button(f"dyck-{i}", str(preset.shots), f"Run the Dyck prompt with {preset.shots} shots")
         for i, preset in enumerate(live.presets)
     ]
     name = live.checkpoint.resolve().name
@@ -45,19 +35,19 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                 placeholder="Type or paste some text, then Run (Ctrl Enter).",
                 persistence=True,
                 persistence_type="session",
-                spellCheck="false",
+                spellCheck=False,
                 className="live-prompt",
                 rows=2,
             ),
             html.Div(
                 [
-                    _do("run", "Run", "Run the prompt", primary=True),
-                    _do("cancel", "Cancel", "Cancel what runs", hidden=True),
+                    button("run", "Run", "Run the prompt", primary=True),
+                    button("cancel", "Cancel", "Cancel what runs", hidden=True),
                     html.Div(
                         [html.Span("Dyck, shots"), *presets],
                         className="live-presets",
                         role="group",
-                        **{"aria-label": "Dyck prompts by number of shots"},
+                        **attribute("aria-label", "Dyck prompts by number of shots"),
                     )
                     if presets
                     else None,
@@ -67,7 +57,9 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
             ),
             html.Div(
                 [
-                    html.Progress(id="live-progress", max="1", value="0", hidden=True, **{"aria-label": "Progress"}),
+                    html.Progress(
+                        id="live-progress", max="1", value="0", hidden=True, **attribute("aria-label", "Progress")
+                    ),
                     html.Span(summary(run) if run else "", id="live-status", role="status"),
                 ],
                 className="live-status",
@@ -106,7 +98,7 @@ def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[
                 style={"--strength": f"{0 if kept is None else 0.8 * (1 - kept[at] / k):.3f}"},
                 title=f"token {at}: {said}",
                 **current,
-                **{"aria-label": f"token {at} {shown}, {said}"},
+                **attribute("aria-label", f"token {at} {shown}, {said}"),
             )
         )
     if kept is None:
@@ -124,13 +116,13 @@ def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[
     legend = html.Div(
         [html.Span(word, className="token up", style={"--strength": strength}) for word, strength in ends],
         className="legend",
-        **{"aria-hidden": "true"},
+        **attribute("aria-hidden", "true"),
     )
     return card(
         "Tokens",
         [
             html.Div(_pickers(run, chosen), className="live-pick"),
-            html.Div(links, className="text live-text", **{"data-arrows": "true"}),
+            html.Div(links, className="text live-text", **attribute("data-arrows", "true")),
             html.Div([html.P(note), legend], className="caption split"),
         ],
         wide=True,
@@ -161,9 +153,9 @@ def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     rows = [
         {
             "expert": str(c.expert),
-            "change": _status(c.status),
-            "earlier": _bar(c.earlier, 1, most),
-            "later": _bar(c.later, 2, most),
+            "change": badge(c.status),
+            "earlier": bar(c.earlier, 1, most),
+            "later": bar(c.later, 2, most),
         }
         for c in changes
     ]
@@ -187,9 +179,9 @@ def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
     rows = [
         {
             "key": html.A(f"{c.position} “{visible(c.text)}”", href=view.href(at=c.position)),
-            "change": _status(c.status),
-            "earlier": _bar(c.earlier, 1, most),
-            "later": _bar(c.later, 2, most),
+            "change": badge(c.status),
+            "earlier": bar(c.earlier, 1, most),
+            "later": bar(c.later, 2, most),
         }
         for c in changes
     ]
@@ -223,7 +215,7 @@ def output_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     rows = [
         {
             "token": html.Span([f"“{visible(text)}”", _note("follows here") if token == follows else None]),
-            "probability": _bar(p, 1),
+            "probability": bar(p, 1),
         }
         for token, text, p in run.next_tokens(chosen.at)
     ]
@@ -274,103 +266,5 @@ def _top(top: Sequence[tuple[str, float]]) -> html.Span:
     return html.Span([html.Span(f"“{visible(text)}” {p:.2f}", className="live-top") for text, p in top[:3]])
 
 
-def silence_card(
-    view: View, run: LiveRun, chosen: LiveChoice, ablation: HeadAblation | None, said: str
-) -> html.Section:
-    """Silences the chosen head, at one visit or all, and shows what changes after the chosen token."""
-    choices = visit_choices(run.plan, chosen.layer)
-    whens = [("-".join(map(str, c)), _when(c, len(choices))) for c in choices]
-    targets = [(str(token), f"“{visible(text)}” ({p:.3f})") for token, text, p in run.next_tokens(chosen.at)]
-    if str(chosen.target) not in dict(targets):
-        p = float(run.log_probs(chosen.at)[chosen.target])
-        targets.append((str(chosen.target), f"“{visible(run.text_of(chosen.target))}” ({exp(p):.2g})"))
-    form = [
-        selector("at", "when", whens, "-".join(map(str, chosen.when))),
-        selector("by", "kind", [(kind, said_) for kind, said_ in KINDS.items()], chosen.kind),
-        selector("target", "target", targets, str(chosen.target)),
-    ]
-    buttons = [
-        _do("silence", f"Silence layer {chosen.layer}, head {chosen.head}", "Silence this head", primary=True),
-        _do("scan", "Every head in turn", "Silence every head in turn"),
-    ]
-    if ablation is not None:
-        result = _ablation(ablation, chosen)
-    else:
-        result = [
-            html.P(
-                said or "The head's output (PV, before W_O) is taken away; the rest of the prompt runs as it was.",
-                className="hint",
-            )
-        ]
-    return card(
-        "Silence a head",
-        [html.Div(form, className="live-form"), html.Div(buttons, className="live-bar"), *result],
-        key="silence",
-    )
-
-
-def _when(visits: tuple[int, ...], choices: int) -> str:
-    if choices == 1:
-        return "its one visit"
-    return (
-        f"visit {visits[0]}" if len(visits) == 1 else "both visits" if len(visits) == 2 else f"all {len(visits)} visits"
-    )
-
-
-def _ablation(ablation: HeadAblation, chosen: LiveChoice) -> list[Any]:
-    where = place_label(ablation.layer, ablation.visits, ablation.run.plan.visits[ablation.layer])
-    change = f"{ablation.log_prob_change(chosen.at, chosen.target):+.4f}".replace("-", "−")
-    target = visible(ablation.run.text_of(chosen.target))
-    rows = [
-        {
-            "token": f"“{visible(c.text)}”",
-            "before": _bar(c.before, 1),
-            "after": _bar(c.after, 2),
-            "change": f"{c.after - c.before:+.4f}".replace("-", "−"),
-        }
-        for c in ablation.changes(chosen.at, n=6)
-    ]
-    columns = [("token", "next token"), ("before", "as it was"), ("after", "silenced"), ("change", "change")]
-    return [
-        html.P(
-            [
-                html.B(f"{where}, head {ablation.head}, {KINDS[ablation.kind]}: "),
-                f"log P(“{target}”) {change} nats, KL {ablation.kl(chosen.at):.4f} nats after token {chosen.at}.",
-            ],
-            className="figure-line",
-        ),
-        table(columns, rows, "The next-token distribution, before and after."),
-    ]
-
-
-def _do(what: str, text: str, label: str, *, primary: bool = False, hidden: bool = False) -> html.Button:
-    """A button of the page's one callback."""
-    return html.Button(
-        text,
-        id={"type": "live-do", "what": what},
-        type="button",
-        className="primary" if primary else "live-button",
-        title=label,
-        hidden=hidden,
-    )
-
-
-def _status(status: str) -> html.Span:
-    return html.Span(status, className=_STATUS_BADGES[status])
-
-
 def _note(text: str) -> html.Span:
     return html.Span(text, className="badge muted live-note")
-
-
-def _bar(value: float | None, look: int, most: float = 1.0) -> Any:
-    """A share as digits on a bar of its length, `most` being the longest."""
-    if value is None:
-        return None
-    share = min(max(value / (most or 1.0), 0.0), 1.0)
-    return html.Span(digits(value), className=f"live-bar-cell look-{look}", style={"--share": f"{share:.3f}"})
-
-
-def visible(text: str) -> str:
-    """Spaces and line ends as signs, so that a token's edges show."""
-    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")

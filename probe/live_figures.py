@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -217,13 +218,12 @@ def step_labels(steps: Iterable[Step]) -> list[str]:
     return [f"{step.layer}·{step.visit}" for step in steps]
 
 
-def spread(name: str, diverging: bool = False) -> list[list[float | str]]:
+@cache
+def spread(name: str, diverging: bool = False) -> tuple[tuple[float, str], ...]:
     """A named colour scale that follows the square root of the value (of its size, about the middle)."""
     at = np.linspace(0, 1, 33)
     places = 0.5 + np.sign(at - 0.5) * 2 * (at - 0.5) ** 2 if diverging else at**2
-    return [
-        [place, colour] for place, colour in zip(places.tolist(), sample_colorscale(name, at.tolist()), strict=True)
-    ]
+    return tuple(zip(places.tolist(), map(str, sample_colorscale(name, at.tolist())), strict=True))
 
 
 def signed(value: float) -> str:
@@ -275,7 +275,7 @@ def _above(text: str, x: float) -> dict[str, Any]:
 
 
 def _colours(
-    scale: str | list[list[float | str]], low: float, high: float, title: str, y: float = 0.5, length: float = 1.0
+    scale: str | tuple[tuple[float, str], ...], low: float, high: float, title: str, y: float = 0.5, length: float = 1.0
 ) -> dict[str, Any]:
     bar = {"thickness": 12, "outlinewidth": 0, "ypad": 0, "y": y, "len": length}
     bar["title"] = {"text": title, "side": "right", "font": {"size": 12}}

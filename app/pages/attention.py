@@ -56,7 +56,9 @@ def map_panel(view: View) -> Panel:
     ids = view.recorded.recording.token_table(tokens=(maps.start, maps.start + maps.tokens))["id"]
     texts = view.context.texts.texts(view.recorded, ids)
     a, b = view.visits
-    earlier, later, difference = pooled_difference(maps.earlier, maps.later, **region)
+    earlier, later, difference = pooled_difference(
+        maps.earlier, maps.later, rows=region.get("rows"), columns=region.get("columns")
+    )
 
     def draw(theme: Theme) -> go.Figure:
         rows = [_label(maps.start + int(i), texts[int(i)], earlier.factor) for i in earlier.row_starts]

@@ -61,10 +61,10 @@ def layout(view: View) -> list[Any]:
     way = way if way in _WAYS else "step"
     first, second = (by(r, name, way) for r in (run, other))
     names = _distinct(run.name, other.name)
-    looks: tuple[Any, Any] = tuple("baseline" if not r.looped else v for v, r in ((1, run), (2, other)))
+    looks: list[Any] = [v if r.looped else "baseline" for v, r in ((1, run), (2, other))]
     chips = html.Nav(
         [
-            html.A(text, href=view.href(by=key), **({"aria-current": "true"} if key == way else {}))
+            html.A(text, href=view.href(by=key), **attrs({"aria-current": "true"} if key == way else {}))
             for key, text in _WAYS.items()
         ],
         className="chips",

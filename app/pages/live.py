@@ -16,12 +16,12 @@ from visitlens.app.live_cards import (
     lens_card,
     output_card,
     prompt_card,
-    silence_card,
     tokens_card,
 )
 from visitlens.app.live_choice import PARAMETERS, choice
 from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms_panel, scan_panel
 from visitlens.app.live_service import LiveService
+from visitlens.app.live_silence import silence_card
 from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe.live_ablation import HeadAblation, HeadScan
 from visitlens.probe.live_run import LiveRun
@@ -62,7 +62,7 @@ def layout(view: View) -> list[Any]:
         experts_card(run, chosen),
         keys_card(view, run, chosen),
         output_card(run, chosen),
-        silence_card(view, run, chosen, ablation, said or said_of_scan),
+        silence_card(run, chosen, ablation, said or said_of_scan),
     ]
     if scan is not None:
         items.append(scan_panel(view, scan))

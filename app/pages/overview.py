@@ -95,7 +95,7 @@ def grid_panel(view: View) -> Panel:
 
     missing = sum("missing" in row for row in rows)
     links = [
-        html.A(h.short, href=view.href(show=h.key), **({"aria-current": "true"} if h.key == chosen.key else {}))
+        html.A(h.short, href=view.href(show=h.key), **attrs({"aria-current": "true"} if h.key == chosen.key else {}))
         for h in headlines()
     ]
     return Panel(
