@@ -151,7 +151,8 @@ def _csv(export: Export, out: Path) -> None:
 def _npz(export: Export, out: Path) -> None:
     labels = {f"axis_{axis}": np.array(items) for axis, items in export.labels.items()}
     axes, about = np.array(export.axes), np.array(json.dumps(export.about))
-    np.savez_compressed(out, **export.arrays, **labels, axes=axes, about=about)
+    arrays: dict[str, Any] = {**export.arrays, **labels, "axes": axes, "about": about}
+    np.savez_compressed(out, **arrays)
 
 
 def _safetensors(export: Export, out: Path) -> None:

@@ -284,9 +284,9 @@ def _source(recorded: Grid, failures: dict[str, str]) -> Pair | PairGrid:
     told = "; ".join(f"{name}: {why}" for name, why in failures.items())
     if not any(cell.looped for cell in recorded.cells):
         raise VisitlensError(f"no looped model was recorded. {told}")
-    if len(recorded.cells) > 1:
+    cell, *others = recorded.cells
+    if others:
         return PairGrid.open(recorded, {c: failures[f"{c.name} looped"] for c in _failed(recorded, failures)})
-    cell = recorded.cells[0]
     assert cell.looped is not None
     return Pair(open_recording(cell.looped), open_recording(cell.baseline) if cell.baseline else None)
 

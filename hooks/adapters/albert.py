@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
 
@@ -14,7 +15,7 @@ POST_NORM = "a LayerNorm lies on the stream after each addition, so writes don't
 
 class Albert(Family):
     model_types = ("albert",)
-    call: ClassVar = {}
+    call = MappingProxyType({})
     causal = False
 
     def anatomy(self, model: Any) -> Anatomy:

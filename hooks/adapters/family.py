@@ -137,8 +137,8 @@ def _first(*ids: Any) -> int:
     return 0
 
 
-ROUTING = ("router", "experts", "gates", "expert_in")
-NO_ROUTER = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
+ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in")
+NO_ROUTER: Mapping[str, str] = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
 """`missing` of a dense family."""
 
 

@@ -64,6 +64,7 @@ class Huginn(Family):
                 torch.manual_seed(self.seed)
                 zeros = torch.zeros(1, model.config.block_size, model.config.n_embd, dtype=like.dtype)
                 self._state = model.initialize_state(zeros).to(tokens.device)
+        assert self._state is not None
         state = self._state[:, position : position + tokens.shape[1]]
         return {"input_states": state.expand(len(tokens), -1, -1)}
 

@@ -8,7 +8,8 @@ read x itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ class MoEUT(Family):
 
     model_types = ("moeut",)
     attention_calls = "sdpa"
-    call: ClassVar = {}
+    call = MappingProxyType({})
 
     def __init__(self, context_length: int = 1024) -> None:
         self.context_length = context_length

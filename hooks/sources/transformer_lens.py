@@ -318,7 +318,9 @@ def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points:
     )
     hf = bridge.original_model.config
     heads = int(cfg.n_heads)
-    ids = {name: getattr(hf, name, None) or 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ids: dict[str, Any] = {
+        name: getattr(hf, name, None) or 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     return ModelFacts(
         family=f"transformer_lens:{hf.model_type}",
         vocab_size=int(cfg.d_vocab),

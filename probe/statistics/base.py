@@ -35,7 +35,8 @@ class Geometry:
     @classmethod
     def of(cls, plan: ExecutionPlan, config: Mapping[str, Any]) -> Geometry:
         names = ("hidden_size", "num_heads", "num_kv_heads", "num_experts", "experts_per_token")
-        return cls(plan, *(config[name] for name in names), config.get("missing", {}), config.get("absent", {}))
+        optional = {name: config.get(name, {}) for name in ("missing", "absent")}
+        return cls(plan, **{name: config[name] for name in names}, **optional)
 
     def size(self, axis: str) -> int:
         """Length of a measure's axis."""
