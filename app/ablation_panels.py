@@ -70,20 +70,24 @@ def finding_card(view: View, stored: Mapping[str, HeadAblation], ablation: HeadA
         if not np.isnan(p).all()
         else "Too few documents for intervals, so no head is called different from no effect."
     )
-    targets, made = (ablation.about.get(name) for name in ("targets", "created"))
-    counts = f"n = {ablation.effect.documents:,} documents or prompts"
-    counts += f", {targets:,} targets" if isinstance(targets, int) else ""
-    counts += f"; made {str(made)[:10]}." if made else "."
+    made = ablation.about.get("created")
+    made_on = f" Made {str(made)[:10]}." if made else ""
     return card(
         "What was found",
         [
             html.Div(pickers, className="live-pick"),
             html.P(ablation.note(), className="figure-line"),
-            html.Div([html.P(holm), html.P(counts)], className="caption"),
+            html.Div([html.P(holm), html.P(_counts(ablation) + made_on)], className="caption"),
         ],
         wide=True,
         key="finding",
     )
+
+
+def _counts(ablation: HeadAblation) -> str:
+    targets = ablation.about.get("targets")
+    of_targets = f", {targets:,} targets" if isinstance(targets, int) else ""
+    return f"n = {ablation.effect.documents:,} documents or prompts{of_targets}."
 
 
 def maps_panel(view: View, ablation: HeadAblation) -> Panel:
@@ -96,6 +100,7 @@ def maps_panel(view: View, ablation: HeadAblation) -> Panel:
         draw=lambda theme: effect_maps(ablation, theme),
         caption=[
             f"Mode {ablation.mode}; red: the metric rises without the head. All maps share one scale, symmetric about zero; colours follow the square root. Unit: {effect.measure.unit}. A cell opens its head.",
+            f"{_counts(ablation)} Intervals, {INTERVAL}, are in the table.",
             f"Definition: {effect.measure.definition} ({effect.measure.paper})",
         ],
         data=effect.to_dict(),
@@ -184,7 +189,9 @@ def ranked_panel(view: View, ablation: HeadAblation, when: str) -> Panel:
         if len(ablation.effect.labels["visits"]) > 1
         else f"The {len(shown)} heads whose ablation raises {ablation.metric} most",
         draw=lambda theme: ranked_bars(ablation, shown, theme),
-        caption=[f"Bars: {INTERVAL}. Unit: {ablation.effect.measure.unit}. The table has all {len(found)} heads."],
+        caption=[
+            f"{_counts(ablation)} Bars: {INTERVAL}. Unit: {ablation.effect.measure.unit}. The table has all {len(found)} heads."
+        ],
         data={"when": when, "heads": rows},
         rows=lambda: rows,
         code=notebook(view, f"rec.ablations()[{ablation.name!r}].top(visits={when!r})"),

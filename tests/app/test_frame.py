@@ -160,8 +160,8 @@ def test_captions_say_n_interval_and_aggregation_and_exports_are_whole(context: 
         for panel in (item for item in page.layout(view) if isinstance(item, Panel)):
             seen += 1
             caption = " ".join(panel.caption)
-            assert any(word in caption for word in ("n = ", "Context", "prompts", "documents")), panel.key
-            assert "nterval" in caption or page.PATH == "/ablation", panel.key
+            assert "n = " in caption or "Context" in caption, panel.key
+            assert "nterval" in caption, panel.key
             assert panel.code.startswith("import visitlens as vl") and compile(panel.code, "code", "exec")
             json.dumps(panel.data, allow_nan=False)
             text = export.csv_text(panel, view)

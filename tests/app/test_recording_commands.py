@@ -108,7 +108,7 @@ def test_info_says_what_is_inside_with_sizes_and_warnings(run: Run, recording: P
         "text": "[red]t[/]",
     }
     (recording / "manifest.json").write_text(json.dumps(manifest))
-    (recording / "analyses").mkdir()
+    (recording / "analyses").mkdir(exist_ok=True)
     (recording / "analyses" / "neurons.json").write_text("{}")
     code, out, _ = run("info", recording)
     assert code == 0 and "routing/ids" in out and "bytes a token" in out and "analysis   neurons.json" in out
