@@ -235,3 +235,18 @@ def overlap_results(compared: Tensor, visible: Tensor) -> list[OverlapStatistics
     shared = shared.masked_fill(undefined, 0).long().where(visible > TOP, visible).masked_fill_(undefined, 0)
     match = (match == 1).logical_and_(~undefined)
     return [OverlapStatistics(*x) for x in zip(match, shared, mass, strict=True)]
+
+
+def per_document(values: Tensor, segments: Segments, keep: Tensor | None = None) -> Tensor:
+    """Mean of a statistic `[token, ...]` over each document's queries, `[document, ...]` float64; NaN where it has none.
+
+    `keep [token]`: the queries that count, such as those beyond the segment start, which sees itself alone, or those
+    with more than 8 visible keys.
+    """
+    kept = torch.ones(len(values), dtype=torch.bool, device=values.device) if keep is None else keep.to(values.device)
+    document = torch.repeat_interleave(torch.tensor(segments.bounds).diff()).to(values.device)[kept]
+    documents = len(segments.spans)
+    totals = values.new_zeros((documents, *values.shape[1:]), dtype=torch.float64)
+    totals.index_add_(0, document, values[kept].double())
+    counts = torch.bincount(document, minlength=documents).double()
+    return totals / counts.view(-1, *[1] * (values.ndim - 1))

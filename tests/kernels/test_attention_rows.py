@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from visitlens.kernels import dispatch
-from visitlens.kernels.attention_rows import OverlapStatistics, RowStatistics, row_statistics, visit_overlaps
+from visitlens.kernels.attention_rows import (
+    OverlapStatistics,
+    RowStatistics,
+    per_document,
+    row_statistics,
+    visit_overlaps,
+)
 from visitlens.kernels.errors import InputError, UnavailableError
 from visitlens.kernels.segments import Segments
 
@@ -365,3 +371,14 @@ def test_dispatch(monkeypatch):
 def test_import_leaves_numba_alone():
     code = "import sys, visitlens.kernels.attention_rows; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_statistic_by_document_is_the_mean_over_its_queries_that_count():
+    values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [6.0, 60.0], [5.0, 50.0]])
+    segments = Segments((0, 3, 4))  # three tokens, then one
+    assert per_document(values, segments).tolist() == [[3.0, 30.0], [5.0, 50.0]]
+    beyond_start = per_document(values, segments, segments.positions() > 0)
+    assert beyond_start[0].tolist() == [4.0, 40.0] and beyond_start[1].isnan().all()  # the second has no such query
+    rows = row_statistics(torch.randn(4, 2, 8), torch.randn(4, 1, 8), segments)
+    assert per_document(rows.sink_mass, segments).shape == (2, 2)
+    assert float(per_document(rows.sink_mass, segments)[1, 0]) == 1.0
