@@ -139,6 +139,22 @@ def test_its_table_has_budgets_losses_and_differences(grid: Path, run: Callable)
     assert code == 1 and "seed 0 of cell 24K-S85 is in two of the folders" in err
 
 
+def test_the_whole_nano_grid_is_trained_and_reproduced(run: Callable, tmp_path: Path) -> None:
+    """The 2 x 2 grid at a fraction of its tokens, on the text that ships: 8 models, recorded, ablated, drawn, reported."""
+    nano, out = tmp_path / "nano", tmp_path / "out"
+    code, _, err = run("ladder", "train", "--grid", "nano", "--tokens", 4000, "--out", nano, "--workers", 2)
+    assert code == 0, err
+    grid = Grid.read(nano)
+    assert len(grid.cells) == 4 and not grid.missing()
+    options = ("--max-tokens", 600, "--prompts", 5, "--formats", "json")
+    code, _, err = run("reproduce", "--grid", nano, "--out", out, *options)
+    assert code == 0, err
+    findings = json.loads((out / "report" / "findings.json").read_text(encoding="utf-8"))["findings"]
+    assert len(findings) == 5  # the grid's own, and each cell's
+    drawn = {file.stem for file in (out / "report").glob("*.json")} - {"findings"}
+    assert len(drawn) == 10 and all(c.looped and c.baseline for c in Grid.read(out).cells)
+
+
 def test_an_exported_grid_holds_checkpoints_alone(grid: Path, run: Callable, tmp_path: Path) -> None:
     code, out, _ = run("ladder", "export", grid, "--out", tmp_path / "release")
     assert code == 0 and "1 pairs" in out
