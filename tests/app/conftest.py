@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
 from waitress.server import create_server
 
@@ -151,6 +152,20 @@ class Visitor:
 
     def said(self) -> str:
         return self.page.inner_text("#announce")
+
+    def grave_violations(self) -> list[str]:
+        """What axe finds critical or serious. Plotly's own drawings, which are hidden from assistive technology and have a
+        table each, are left out: thousands of nodes, half a minute a page."""
+        found = (
+            Axe()
+            .run(self.page, context={"exclude": [[".plot-container"]]}, options={"resultTypes": ["violations"]})
+            .response["violations"]
+        )
+        return [
+            f"{violation['id']} ({violation['impact']}): {[node['html'][:160] for node in violation['nodes'][:3]]}"
+            for violation in found
+            if violation["impact"] in ("critical", "serious")
+        ]
 
 
 @pytest.fixture(scope="session")

@@ -302,8 +302,6 @@ def test_by_keyboard_alone(person: Any, live: LiveService) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(meet: Any, live_site: Any, live: LiveService, theme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     job = ran(live)
     run = live.find(job, page.LiveRun)
     others = {
@@ -317,13 +315,7 @@ def test_axe_finds_nothing_serious(meet: Any, live_site: Any, live: LiveService,
         if "job" in path:
             visitor.charted("scan")
             visitor.charted("lens")
-        found = Axe().run(visitor.page).response["violations"]
-        grave = [
-            (v["id"], [n["html"][:120] for n in v["nodes"][:3]])
-            for v in found
-            if v["impact"] in ("critical", "serious")
-        ]
-        assert not grave, (path, theme, grave)
+        assert not (grave := visitor.grave_violations()), (path, theme, grave)
 
 
 def test_without_a_model_the_page_says_how(visit: Any) -> None:
