@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import settings
 from tests import made_up
 
+from visitlens.app.cli import main
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -167,3 +169,18 @@ def baseline_recording(recordings: dict[str, RecordedRun]) -> RecordedRun:
 def three_visit_recording(recordings: dict[str, RecordedRun]) -> RecordedRun:
     """4 layers, layers 1-2 visited three times. Read-only: it's shared."""
     return recordings["three"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run("record", ...)`: the command line -> exit code, stdout, stderr (on one line)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        code = exit_.value.code
+        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
+
+    return call

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import visitlens as vl
-from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -66,21 +64,6 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXT))
     return path
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`run("record", ...)` -> exit code, stdout, stderr (on one line)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
-
-    return call
 
 
 def test_help_lists_the_commands(run) -> None:

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 
 import pytest
 
-from visitlens.app.cli import main
-
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run("skip_visit", ...)` -> exit code, stdout, stderr on one line."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", "experiment", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
-
-    return call
-
-
 def test_the_list_says_what_each_answers_and_takes(run: Run) -> None:
-    code, out, _ = run("--list")
+    code, out, _ = run("experiment", "--list")
     assert code == 0
     assert "mechanism_ledger   The mechanism ledger: which part of a later visit earns its gain.  [--set visits]" in out
 
 
 def test_on_the_bundled_model_and_text_by_default(run: Run) -> None:
-    code, out, err = run("skip_visit", "--max-tokens", 500)
+    code, out, err = run("experiment", "skip_visit", "--max-tokens", 500)
     assert code == 0, err
     assert "Sample(" in out and "What a visit of the loop span is worth [nats a token]" in out and "2·1" in out
 
 
 def test_json_on_stdout_is_nothing_else(run: Run) -> None:
-    code, out, _ = run("convergence", "--max-tokens", 500, "--set", "loops=4", "--json")
+    code, out, _ = run("experiment", "convergence", "--max-tokens", 500, "--set", "loops=4", "--json")
     results = json.loads(out)
     assert code == 0 and results["experiment"] == "convergence"
     assert results["results"]["visit_size"]["labels"]["visit"] == ["1", "2", "3", "4"]
@@ -50,7 +32,9 @@ def test_json_on_stdout_is_nothing_else(run: Run) -> None:
 
 def test_prompts_and_a_file(run: Run, tmp_path) -> None:
     out = tmp_path / "loops.json"
-    code, printed, _ = run("loop_count", "--dyck", 1, "--shots", "1,2", "--set", "loops=1,2", "--out", out)
+    code, printed, _ = run(
+        "experiment", "loop_count", "--dyck", 1, "--shots", "1,2", "--set", "loops=1,2", "--out", out
+    )
     assert code == 0 and printed.strip() == str(out)
     labels = json.loads(out.read_text())["results"]["accuracy"]["labels"]
     assert labels["slice"] == ["dyck", "1 shot", "2 shots"] and labels["loops"] == ["1", "2"]
@@ -74,5 +58,5 @@ def test_prompts_and_a_file(run: Run, tmp_path) -> None:
 )
 def test_bad_input_is_one_clear_error(arguments, said, run: Run, monkeypatch, request) -> None:
     monkeypatch.chdir(request.config.rootpath)
-    code, _, err = run(*arguments)
+    code, _, err = run("experiment", *arguments)
     assert code == 1 and err.count("error:") == 1 and "Traceback" not in err and said in err

@@ -15,21 +15,6 @@ from visitlens.probe.bundled import PAIR
 from visitlens.probe.grid import Grid
 from visitlens.probe.ladder.paper_grid import prints_as
 
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`run("budget", ...)` -> exit code, stdout, stderr (on one line)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, " ".join(err.split())  # type: ignore[return-value] # always a number here
-
-    return call
-
-
 # budget
 
 

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from visitlens.app.cli import main
 from visitlens.probe.opened import RecordedRun
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run("validate", ...)` -> exit code, stdout, stderr (on one line)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
-
-    return call
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from tests.planted import HEAD, LAYER, character_tokenizer, plant
 
 import visitlens as vl
-from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -20,21 +18,6 @@ from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.grid import Grid, GridCell
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """`run("ablate", ...)` -> exit code, stdout, stderr (on one line)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        code = exit_.value.code
-        return (code if isinstance(code, int) else 0), out, " ".join(err.split())
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,25 +121,12 @@ def test_more_than_two_and_ragged_visits_make_square_tables(recorded: Callable[[
 
 
 def test_the_command_records_a_transformers_checkpoint(
-    make_hf: Callable[..., Any],
-    words: Path,
-    save_tokenizer: Callable[[Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Callable, make_hf: Callable[..., Any], words: Path, save_tokenizer: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    from visitlens.app.cli import main
 
     monkeypatch.setattr("visitlens.kernels.dispatch._numba_is_installed", lambda: False)  # compiling takes longer
     make_hf("mixtral").save_pretrained(tmp_path / "mixtral")
     save_tokenizer(tmp_path / "mixtral")
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["visitlens", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capsys.readouterr()
-        return (exit_.value.code or 0), out, " ".join(err.split())  # type: ignore[return-value]  # codes are numbers
 
     out = tmp_path / "m.vlens"
     arguments = (tmp_path / "mixtral", words, "--out", out, "--context", 40)
