@@ -74,6 +74,16 @@ class Finding:
             return None
         return bool(low <= self.ours.values <= high)
 
+    @property
+    def note(self) -> str:
+        """A direction can hold where the phenomenon is absent: said where our difference is tiny beside the paper's."""
+        ours, against = self.claim.published, self.claim.published_against
+        if ours is None or against is None or self.difference is None:
+            return ""
+        papers = min(abs(a - b) for a in ours for b in against)
+        tiny = abs(float(self.difference.values)) < papers / 20
+        return f"but less than a twentieth of the paper's difference of {papers:.2g}" if tiny else ""
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         claim = self.claim
@@ -89,6 +99,7 @@ class Finding:
             "claimed_direction": "positive" if claim.direction > 0 else "negative",
             "verdict": self.verdict,
             "reason": self.reason,
+            "note": self.note,
             "ours": _number(self.ours),
             "against": _number(self.against),
             "difference": _number(self.difference),

@@ -202,7 +202,8 @@ def _finding_row(finding: Finding) -> str:
     claim = finding.claim
     layers = f"{finding.layers[0]} of {finding.layers[1]}" if finding.layers else "–"
     ours, against, difference = (_cell(value) for value in (finding.ours, finding.against, finding.difference))
-    reason = f'<br><span class="muted">{escape(finding.reason)}</span>' if finding.verdict == UNMEASURED else ""
+    said = finding.reason if finding.verdict == UNMEASURED else finding.note
+    reason = f'<br><span class="muted">{escape(said)}</span>' if said else ""
     return (
         f'<tr><th scope="row">{escape(claim.statement)} <span class="muted">({escape(claim.section)}; {escape(claim.unit)})</span></th>'
         f"<td>{escape(claim.paper)}</td><td>{escape(claim.ours_is)}<br>{ours}</td>"

@@ -212,7 +212,7 @@ def _findings(view: View) -> html.Section:
     rows = [
         {
             "claim": html.A(f.claim.statement, href=view.href(_SECTIONS.get(f.claim.section[:3], "/layers"))),
-            "verdict": badge(f.verdict, _KINDS.get(f.verdict, "muted"), f.reason),
+            "verdict": badge(f.verdict, _KINDS.get(f.verdict, "muted"), ", ".join(filter(None, (f.reason, f.note)))),
             "ours": html.Span(_interval(f.ours), className="nowrap"),
             "against": html.Span(_interval(f.against), className="nowrap"),
             "layers": f"{f.layers[0]} of {f.layers[1]}" if f.layers else None,

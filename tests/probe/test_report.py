@@ -11,6 +11,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from visitlens.probe.findings import (
     HOLDS,
     OPEN,
     UNMEASURED,
+    Finding,
     findings,
     findings_data,
     grid_findings,
@@ -365,6 +367,13 @@ def test_verdict_without_interval_or_value_is_not_a_finding() -> None:
 def test_verdict_on_the_edge_of_zero_is_open() -> None:
     touching = StatArray(Measure("d", "D", (), "ratio", "", "ours"), np.asarray(0.0), {}, np.zeros(100))
     assert verdict(touching, 1)[0] == verdict(touching, -1)[0] == OPEN
+
+
+def test_a_direction_that_holds_without_the_phenomenon_is_noted() -> None:
+    claim = next(claim for claim in CLAIMS if claim.key == "dyck-bos")  # the paper: 0.60, then 0.02
+    assert Finding(claim, HOLDS, "", difference=difference(-0.02)).note.startswith("but less than a twentieth")
+    assert Finding(claim, HOLDS, "", difference=difference(-0.3)).note == ""
+    assert Finding(replace(claim, published=None), HOLDS, "", difference=difference(-0.02)).note == ""
 
 
 def test_findings_agree_with_the_recordings(pair: Pair) -> None:

@@ -121,9 +121,13 @@ def test_more_than_two_and_ragged_visits_make_square_tables(recorded: Callable[[
 
 
 def test_the_command_records_a_transformers_checkpoint(
-    run: Callable, make_hf: Callable[..., Any], words: Path, save_tokenizer: Callable[[Path], None], tmp_path: Path
+    run: Callable,
+    make_hf: Callable[..., Any],
+    words: Path,
+    save_tokenizer: Callable[[Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
     monkeypatch.setattr("visitlens.kernels.dispatch._numba_is_installed", lambda: False)  # compiling takes longer
     make_hf("mixtral").save_pretrained(tmp_path / "mixtral")
     save_tokenizer(tmp_path / "mixtral")
