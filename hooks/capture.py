@@ -76,6 +76,10 @@ class Captured:
         """The value, if there is one yet."""
         return self._values.get(site, {}).get(step)
 
+    def __repr__(self) -> str:
+        steps = len(set().union(*self._values.values()))
+        return f"Captured({', '.join(self.sites)} at {steps} of {len(self.plan)} steps)"
+
     def clear(self) -> None:
         """Lets go of every value, and of the memory where that is much."""
         held = sum(value.nbytes for values in self._values.values() for value in values.values())

@@ -103,12 +103,15 @@ def of_pair(looped: Path | None, baseline: Path | None, *, scale: str = "pair", 
 
 
 def selected(grid: Grid, scales: Iterable[str] = (), levels: Iterable[str] = ()) -> Grid:
-    """The row, column or cells named; all where none is named.
+    """The row, column or cells named; all where none is named. A level may be written as in a cell's name, S85.
 
     Raises:
         InputError: a scale or level that the grid doesn't have.
     """
     wanted_scales, wanted_levels = tuple(scales) or grid.scales, tuple(levels) or grid.levels
+    wanted_levels = tuple(
+        v[1:] if v not in grid.levels and v[:1] == "S" and v[1:] in grid.levels else v for v in wanted_levels
+    )
     for wanted, have in ((wanted_scales, grid.scales), (wanted_levels, grid.levels)):
         unknown = [name for name in wanted if name not in have]
         if unknown:

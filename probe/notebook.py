@@ -94,11 +94,16 @@ class Model:
         if isinstance(text, str):
             texts: list[list[int]] = [[bos, *self._ids(text)]]
         elif isinstance(text, (np.ndarray, Tensor)):
-            texts = torch.as_tensor(text).long().reshape(-1, text.shape[-1] if text.ndim else 1).tolist()
-        elif len(text) and all(isinstance(part, str) for part in text):
+            ids = torch.as_tensor(text)
+            if ids.is_floating_point() or not ids.numel():
+                raise InputError(f"expected whole token ids, at least one, got {ids.dtype} {tuple(ids.shape)}")
+            texts = ids.long().reshape(-1, ids.shape[-1] if ids.ndim else 1).tolist()
+        elif isinstance(text, Sequence) and len(text) and all(isinstance(part, str) for part in text):
             texts = [[bos, *self._ids(str(part))] for part in text]
+        elif not isinstance(text, Sequence) or isinstance(text, (bytes, bytearray)) or not all(map(_is_id, text)):
+            raise InputError(f"expected a text, a list of texts or token ids, got {text!r:.80}")
         else:
-            texts = [[int(token) for token in text]]  # type: ignore[arg-type]  # checked by the model
+            texts = [[int(token) for token in text]]
         longest = max(map(len, texts), default=0)
         tokens = torch.full((len(texts), longest), self.config.pad_token_id)
         segments = torch.full((len(texts), longest), -1)
@@ -125,3 +130,7 @@ class Model:
 
     def _repr_html_(self) -> str:
         return f"<div>{html.escape(repr(self))}</div>{loop_svg(self.plan)}"
+
+
+def _is_id(token: object) -> bool:
+    return isinstance(token, (int, np.integer)) or (isinstance(token, Tensor) and token.ndim == 0)

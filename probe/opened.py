@@ -90,11 +90,12 @@ class RecordedRun:
         """
         totals = self.recording.totals.get(name)
         if totals is None:
-            near = difflib.get_close_matches(name, self.measures, 3) or self.measures
+            near = difflib.get_close_matches(name, self.measures, 3)
+            hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(self.measures)}"
             why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
             if reason := self.recording.run.get("left_out", {}).get(name):
                 raise RecordingError(f"{self.recording.path}: {name} was left out of this model: {reason}")
-            raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; did you mean {', '.join(near)}?")
+            raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; {hint}")
         if name in self._stats:
             return self._stats[name]
         grouped = totals.total.shape[0] == self.groups

@@ -332,8 +332,19 @@ def _digest(path: Path) -> str:
 def _code() -> str:
     """Of visitlens's own source, so that a newer version does its work anew where that changes anything."""
     root = Path(visitlens.__file__).resolve().parent
-    files = sorted(file for part in ("kernels", "hooks", "probe") for file in _package(root, part).rglob("*") if file.suffix in (".py", ".css", ".js"))  # fmt: skip
-    return _hash({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
+    return _code_of({part: _package(root, part) for part in ("kernels", "hooks", "probe")})
+
+
+def _code_of(parts: dict[str, Path]) -> str:
+    """By path: files of one name are in several folders."""
+    return _hash(
+        {
+            f"{part}/{file.relative_to(folder).as_posix()}": hashlib.sha256(file.read_bytes()).hexdigest()
+            for part, folder in parts.items()
+            for file in folder.rglob("*")
+            if file.suffix in (".py", ".css", ".js")
+        }
+    )
 
 
 def _package(root: Path, part: str) -> Path:

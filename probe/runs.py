@@ -151,7 +151,9 @@ class Run:
         mean = float(self.loss.nanmean()) if self.loss.numel() else float("nan")
         texts = "" if len(self.token_ids) == 1 else f"{len(self.token_ids)} texts, "
         changed = "".join(f", {i!r}" for i in self.interventions)
-        return f"Run({texts}{int((self.segment_ids >= 0).sum())} tokens, {mean:.4f} nats a token{changed})"
+        loss = "nothing to predict" if np.isnan(mean) else f"{mean:.4f} nats a token"
+        tokens = int((self.segment_ids >= 0).sum())
+        return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}, {loss}{changed})"
 
     def _repr_html_(self) -> str:
         values = np.concatenate([[np.nan], self._first(self.loss)])
@@ -194,7 +196,12 @@ class Difference:
         show(self)
 
     def __repr__(self) -> str:
-        changed = ", ".join(map(repr, self.after.interventions[len(self.before.interventions) :])) or "nothing"
+        before, after = self.before.interventions, self.after.interventions
+        if after[: len(before)] == before:
+            changed = ", ".join(map(repr, after[len(before) :])) or "nothing"
+        else:
+            names = [", ".join(map(repr, chain)) or "nothing" for chain in (after, before)]
+            changed = " against ".join(names)
         return f"Difference({changed}: {float(self.loss.nanmean()):+.4f} nats a token, KL {float(self.divergence.nanmean()):.4f})"
 
     def _repr_html_(self) -> str:

@@ -87,9 +87,13 @@ class Place:
         return mask
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *given: object) -> str:
+        """As it is written, with positional arguments after the site."""
         chosen = {name: getattr(self, name) for name in ("layer", "visit", "head", "expert", "token")}
         parts = [f"{name}={_short(value)}" for name, value in chosen.items() if value is not None]
-        return ", ".join([repr(self.site), *parts])
+        return ", ".join([repr(self.site), *map(repr, given), *parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +109,8 @@ class Intervention:
     """Whether it reads the run without these interventions."""
     values: SiteValues | None = None
     """Another run whose values it puts in, looked up before anything is changed: a lazy one runs then."""
+    number: float | None = None
+    """The number that it was given, for its text."""
 
     def prepare(self, plan: ExecutionPlan) -> None:
         """Raises InputError: the other run has no value there."""
@@ -154,7 +160,8 @@ class Intervention:
 
     def __repr__(self) -> str:
         source = "" if self.source is None else f", source={self.source}"
-        return f"{self.name}({self.place}{source})"
+        place = self.place.text() if self.number is None else self.place.text(self.number)
+        return f"{self.name}({place}{source})"
 
 
 def flatten(interventions: Iterable[Intervention | Iterable[Intervention]]) -> list[Intervention]:

@@ -48,7 +48,7 @@ def scale(
 ) -> Intervention:
     """The value times a factor (a number, or a tensor that broadcasts against [context, position, ...])."""
     place = _numeric(Place.of(site, layer, visit, head, token, expert), "scale")
-    return Intervention("scale", place, lambda value, at: value * factor)
+    return Intervention("scale", place, lambda value, at: value * factor, number=_number(factor))
 
 
 def add(
@@ -63,7 +63,7 @@ def add(
 ) -> Intervention:
     """The value plus a vector over its last axis (a steering vector), or any tensor that broadcasts against it."""
     place = _numeric(Place.of(site, layer, visit, head, token, expert), "add")
-    return Intervention("add", place, lambda value, at: value + vector)
+    return Intervention("add", place, lambda value, at: value + vector, number=_number(vector))
 
 
 def replace(
@@ -81,7 +81,7 @@ def replace(
     place = Place.of(site, layer, visit, head, token, expert)
     if isinstance(value, (int, float, Tensor)):
         constant = torch.as_tensor(value)
-        return Intervention("replace", place, lambda old, at: constant)
+        return Intervention("replace", place, lambda old, at: constant, number=_number(value))
     if not hasattr(value, "at"):
         raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
     return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
@@ -240,6 +240,10 @@ def knock_out_sink(
         return torch.where(total > 0, rest / total, rest)
 
     return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head, None), change)
+
+
+def _number(given: object) -> float | None:
+    return given if isinstance(given, (int, float)) else None
 
 
 def _numeric(place: Place, name: str) -> Place:

@@ -27,7 +27,9 @@ def test_every_site_is_the_value_at_its_hook_point(
     model = make_model(visits)
     cache = model.run_with_cache(*inputs)[1]
     with capture(model, SITES) as captured:
+        assert f" at 0 of {len(model.plan)} steps)" in repr(captured)
         logits = model(*inputs)
+    assert repr(captured) == f"Captured({', '.join(SITES)} at {len(model.plan)} of {len(model.plan)} steps)"
     assert torch.equal(logits, model(*inputs))
     for step in model.plan.steps:
         for name, site in SITES.items():

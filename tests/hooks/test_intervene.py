@@ -416,6 +416,9 @@ def test_a_model_without_hook_points_is_refused() -> None:
 def test_an_intervention_reads_as_it_is_written(looped) -> None:
     assert repr(zero("PV", layer=3, visit=(1, 2), head=0)) == "zero('PV', layer=3, visit=(1, 2), head=0)"
     assert repr(take("V", visit=2)) == "take('V', visit=2, source=1)"
+    assert repr(scale("PV", 2.0, layer=3)) == "scale('PV', 2.0, layer=3)" and repr(add("V", 0)) == "add('V', 0)"
+    assert repr(replace("V", 1.5, visit=2)) == "replace('V', 1.5, visit=2)"
+    assert repr(add("resid", torch.ones(3), layer=1)) == "add('resid', layer=1)"
 
 
 # From a step on

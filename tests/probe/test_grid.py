@@ -48,6 +48,7 @@ def test_missing_cells_are_named_and_a_vanished_model_is_missing(grid: Grid, tmp
 def test_rows_and_columns(grid: Grid) -> None:
     assert [c.name for c in selected(grid, levels=["85"]).cells] == ["S-S85"]
     assert [c.name for c in selected(grid, scales=["S"]).cells] == ["S-S0", "S-S85"]
+    assert selected(grid, levels=["S85"]) == selected(grid, levels=["85"])
     assert selected(grid) == grid
     with pytest.raises(InputError, match="no XL; expected some of S, L"):
         selected(grid, scales=["XL"])

@@ -118,6 +118,13 @@ def test_what_cannot_be_run_is_refused(model: Model) -> None:
         model.run("word " * 2000)
     with pytest.raises(InputError, match="at least one"):
         model.run([])
+    with pytest.raises(InputError, match="at least one"):
+        model.run(torch.zeros(0, dtype=torch.long))
+    with pytest.raises(InputError, match="whole token ids"):
+        model.run(np.array([1.5]))
+    for wrong in (None, 5, b"text", [1.5], [[1, 2]], ["a", 3]):
+        with pytest.raises(InputError, match="expected a text, a list of texts or token ids"):
+            model.run(wrong)  # type: ignore[arg-type]
 
 
 # Views
@@ -181,6 +188,9 @@ def test_everything_says_what_it_is(model: Model, run: Run, looped_recording: Re
     assert f"Run({len(run.tokens)} tokens" in repr(run)
     frozen = run.with_(vl.do.take("V"))
     assert "take('V', source=1)" in repr(frozen) and "take('V', source=1): +" in repr(run.diff(frozen))
+    assert repr(run.diff(run)).startswith("Difference(nothing: +0.0000")
+    assert repr(frozen.diff(run)).startswith("Difference(nothing against take('V', source=1): -")
+    assert repr(model.run("")) == "Run(1 token, nothing to predict)"
     assert "<svg" in model._repr_html_() and "2 visits" in model._repr_html_()
     assert run._repr_html_().count("<span") == len(run.tokens)
     assert "nats" in run.diff(frozen)._repr_html_()

@@ -207,6 +207,8 @@ def test_an_unlooped_model_has_steps_but_nothing_to_compare(baseline_recording: 
 
 
 def test_a_measure_that_is_not_there_is_refused_with_near_names(looped_recording: RecordedRun) -> None:
+    with pytest.raises(RecordingError, match="no measure 'zzz'; it has attention_entropy, "):
+        looped_recording.stat("zzz")
     with pytest.raises(RecordingError, match="no measure 'sink_mas'; did you mean sink_mass"):
         looped_recording.stat("sink_mas")
     with pytest.raises(InputError, match=r"component among norm_output, update, .*got 'writes'"):
