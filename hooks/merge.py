@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,12 @@ def _joined_run(parts: list[Recording]) -> dict[str, Any]:
     hashes = "".join(part.run["config"]["data_sha256"] for part in parts)
     config = dict(first.run["config"], data_sha256=hashlib.sha256(hashes.encode()).hexdigest())
     warnings = dict.fromkeys(str(warning) for part in parts for warning in part.provenance.get("warnings", ()))
+    texts = Counter(str(part.provenance.get("text")) for part in parts)
+    for text in (text for text, times in texts.items() if times > 1):
+        warnings[f"merged parts name the same text ({text}): a document that two of them hold counts twice"] = None
     provenance = {
         **first.provenance,
-        "text": ", ".join(dict.fromkeys(str(part.provenance.get("text")) for part in parts)),
+        "text": ", ".join(texts),
         "merged": [part.run["run_uuid"] for part in parts],
         "warnings": list(warnings),
     }

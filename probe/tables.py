@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _ROWS, _COLUMNS = 40, 24
 """What a notebook cell shows at most; `to_frame()` has everything."""
+_COLUMNS_WITH_INTERVALS = 6
+"""A grid of text shows intervals up to so many columns; more don't fit a line."""
 _WIDTH = 220
 """Of a drawn interval, in pixels."""
 
@@ -29,7 +31,7 @@ def label_text(label: Any) -> str:
 
 def as_text(stat: StatArray) -> str:
     """Title and rows with intervals for up to one axis, a grid of values for two, each slice of the first axis for three."""
-    head = f"{stat.measure.title} [{stat.measure.unit}], {stat.aggregation}"
+    head = f"{stat.measure.title} [{stat.measure.unit}], {stat.aggregation}; {_counts(stat)}"
     if len(stat.axes) > 2:
         first = stat.axes[0]
         if len(stat.axes) > 3 or max(len(stat.labels[a]) for a in stat.axes) > _COLUMNS:
@@ -43,7 +45,12 @@ def as_text(stat: StatArray) -> str:
         rows, columns = ([label_text(label) for label in stat.labels[a]] for a in stat.axes)
         if len(columns) > _COLUMNS:
             return f"{head}: {sizes(stat)}; --json has the values"
-        cells = [["", *columns], *([row, *map(_number, values)] for row, values in zip(rows, stat.values, strict=True))]
+        bounds = len(columns) <= _COLUMNS_WITH_INTERVALS
+        texts = [
+            [_number(v) + (_bounds(a, b) if bounds else "") for v, a, b in zip(*row, strict=True)]
+            for row in zip(stat.values, low, high, strict=True)
+        ]
+        cells = [["", *columns], *([row, *text] for row, text in zip(rows, texts, strict=True))]
         widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
         aligned = [
             "  "
@@ -59,14 +66,17 @@ def as_text(stat: StatArray) -> str:
     return "\n".join([head, *(f"  {n.ljust(width)}  {_number(v)}{_bounds(a, b)}" for n, v, a, b in rows)])
 
 
+def _counts(stat: StatArray) -> str:
+    interval = "95% document bootstrap" if np.isfinite(stat.interval()[0]).any() else "none"
+    return f"{stat.documents:,} documents, {stat.tokens:,} tokens; intervals: {interval}"
+
+
 def as_html(stat: StatArray) -> str:
     """Rows with drawn intervals for up to one axis, a coloured grid for two, else what to choose."""
     measure = stat.measure
-    counts = f"{stat.documents:,} documents, {stat.tokens:,} tokens"
-    interval = "; intervals: 95% document bootstrap" if np.isfinite(stat.interval()[0]).any() else "; no interval"
     head = (
         f"<b>{html.escape(measure.title)}</b> <span style='opacity:.7'>[{html.escape(measure.unit)}] "
-        f"{html.escape(stat.aggregation)}; {counts}{interval}</span>"
+        f"{html.escape(stat.aggregation)}; {_counts(stat)}</span>"
     )
     tail = f"<div style='opacity:.7;max-width:60em'>{html.escape(measure.definition)}</div>"
     if len(stat.axes) > 2:

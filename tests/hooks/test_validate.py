@@ -271,6 +271,9 @@ def test_runs_over_different_text_follow_one_another(groups: int, record, tmp_pa
     )
     merged = Recording(merge([one.path, two.path], tmp_path / "merged.vlens"))
     assert validate(merged.path).exit_code == 0 and merged.complete
+    assert merged.warnings == (
+        "merged parts name the same text (random): a document that two of them hold counts twice",
+    )
     assert merged.tokens == one.tokens + two.tokens and merged.documents == one.documents + two.documents
     tables = [r.token_table() for r in (one, two, merged)]
     for key in ("id", "pos"):

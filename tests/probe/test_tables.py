@@ -23,7 +23,8 @@ def stat(shape: dict[str, list], replicated: bool = True) -> StatArray:
 def test_one_number_and_a_row_an_element_with_their_intervals() -> None:
     assert as_text(stat({})).splitlines()[1].split() == ["-1.0000", "[-1.4750,", "-0.5250]"]
     lines = as_text(stat({"step": list(PLAN.steps)})).splitlines()
-    assert lines[0] == "A <title> [nats], mean over tokens"
+    counts = "7 documents, 1,000 tokens; intervals: 95% document bootstrap"
+    assert lines[0] == f"A <title> [nats], mean over tokens; {counts}"
     assert [line.split()[:2] for line in lines[1:]] == [
         ["0·1", "-1.0000"],
         ["1·1", "0.0000"],
@@ -34,12 +35,14 @@ def test_one_number_and_a_row_an_element_with_their_intervals() -> None:
 
 
 def test_two_axes_are_a_grid_and_three_a_grid_a_label() -> None:
-    grid = as_text(stat({"form": ["a", "b"], "head": [0, 1, 2]})).splitlines()
+    grid = as_text(stat({"form": ["a", "b"], "head": [0, 1]})).splitlines()
     assert [line.split() for line in grid[1:]] == [
-        ["0", "1", "2"],
-        ["a", "-1.0000", "0.0000", "1.0000"],
-        ["b", "2.0000", "3.0000", "4.0000"],
+        ["0", "1"],
+        ["a", "-1.0000", "[-1.4750,", "-0.5250]", "0.0000", "[-0.4750,", "0.4750]"],
+        ["b", "1.0000", "[0.5250,", "1.4750]", "2.0000", "[1.5250,", "2.4750]"],
     ]
+    wide = as_text(stat({"form": ["a"], "head": list(range(7))})).splitlines()
+    assert wide[2].split() == ["a", "-1.0000", "0.0000", "1.0000", "2.0000", "3.0000", "4.0000", "5.0000"]
     three = as_text(stat({"form": ["a", "b"], "x": [0, 1], "y": [0, 1]}))
     assert three.count("form a") == 1 and "form b" in three and "6.0000" in three
     assert "--json" in as_text(stat({"form": ["a"], "expert": list(range(96))}))
@@ -50,7 +53,7 @@ def test_html_is_escaped_and_draws_each_interval() -> None:
     page = as_html(stat({"step": list(PLAN.steps)}))
     assert "A &lt;title&gt;" in page and "&amp; more" in page and page.count("<circle") == 4
     assert page.count("stroke-width='2'") == 4 and "95% document bootstrap" in page
-    assert "no interval" in as_html(stat({"head": [0]}, False))
+    assert "intervals: none" in as_html(stat({"head": [0]}, False))
     assert page == stat({"step": list(PLAN.steps)})._repr_html_()
 
 
