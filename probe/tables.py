@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ROWS, _COLUMNS = 40, 24
 """What a notebook cell shows at most; `to_frame()` has everything."""
 _COLUMNS_WITH_INTERVALS = 6
-"""A grid of text shows intervals up to so many columns; more don't fit a line."""
+"""A grid of text shows intervals in so many columns; more don't fit a line, and only the first then has them."""
 _WIDTH = 220
 """Of a drawn interval, in pixels."""
 
@@ -45,9 +45,9 @@ def as_text(stat: StatArray) -> str:
         rows, columns = ([label_text(label) for label in stat.labels[a]] for a in stat.axes)
         if len(columns) > _COLUMNS:
             return f"{head}: {sizes(stat)}; --json has the values"
-        bounds = len(columns) <= _COLUMNS_WITH_INTERVALS
+        bounded = len(columns) if len(columns) <= _COLUMNS_WITH_INTERVALS else 1
         texts = [
-            [_number(v) + (_bounds(a, b) if bounds else "") for v, a, b in zip(*row, strict=True)]
+            [_number(v) + (_bounds(a, b) if i < bounded else "") for i, (v, a, b) in enumerate(zip(*row, strict=True))]
             for row in zip(stat.values, low, high, strict=True)
         ]
         cells = [["", *columns], *([row, *text] for row, text in zip(rows, texts, strict=True))]

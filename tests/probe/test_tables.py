@@ -42,7 +42,7 @@ def test_two_axes_are_a_grid_and_three_a_grid_a_label() -> None:
         ["b", "1.0000", "[0.5250,", "1.4750]", "2.0000", "[1.5250,", "2.4750]"],
     ]
     wide = as_text(stat({"form": ["a"], "head": list(range(7))})).splitlines()
-    assert wide[2].split() == ["a", "-1.0000", "0.0000", "1.0000", "2.0000", "3.0000", "4.0000", "5.0000"]
+    assert wide[2].split() == ["a", "-1.0000", "[-1.4750,", "-0.5250]", *(f"{n}.0000" for n in range(6))]
     three = as_text(stat({"form": ["a", "b"], "x": [0, 1], "y": [0, 1]}))
     assert three.count("form a") == 1 and "form b" in three and "6.0000" in three
     assert "--json" in as_text(stat({"form": ["a"], "expert": list(range(96))}))
