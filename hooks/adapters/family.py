@@ -117,7 +117,7 @@ class Family(ABC):
 
     def facts(self, model: nn.Module, anatomy: Anatomy) -> ModelFacts:
         return ModelFacts(
-            family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]
+            family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]  # a model of transformers
             num_layers=len(anatomy.layers),
             missing=anatomy.missing,
             absent=anatomy.absent,

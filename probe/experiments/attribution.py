@@ -85,7 +85,7 @@ def attribute(model: LoopedMoE, sample: Sample, means: object = None) -> tuple[n
         real = document >= 0
         for step in plan.steps:
             value, gradient = found.values["PV", step.index], found.gradients["PV", step.index]
-            target = 0.0 if means is None else means["PV", step.index].to(value)  # type: ignore[index]
+            target = 0.0 if means is None else means["PV", step.index].to(value)  # type: ignore[index]  # keyed by (site, step)
             effect = ((target - value) * gradient).sum(-1).double().cpu().numpy()
             np.add.at(heads[:, step.index], document[real], effect[real])
             slots = -(found.values["gates", step.index] * found.gradients["gates", step.index]).double().cpu().numpy()
@@ -101,7 +101,7 @@ def exact_chain(name: str, layer: int, visit: int, unit: int, means: object = No
     if name == "experts":
         return [zero("gates", layer=layer, visit=visit, expert=unit)]
     if means is not None:
-        return [mean_of("PV", means, layer=layer, visit=visit, head=unit)]  # type: ignore[arg-type]
+        return [mean_of("PV", means, layer=layer, visit=visit, head=unit)]  # type: ignore[arg-type]  # as site_means gives
     return [zero("PV", layer=layer, visit=visit, head=unit)]
 
 

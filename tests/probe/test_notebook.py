@@ -124,7 +124,7 @@ def test_what_cannot_be_run_is_refused(model: Model) -> None:
         model.run(np.array([1.5]))
     for wrong in (None, 5, b"text", [1.5], [[1, 2]], ["a", 3]):
         with pytest.raises(InputError, match="expected a text, a list of texts or token ids"):
-            model.run(wrong)  # type: ignore[arg-type]
+            model.run(wrong)  # type: ignore[arg-type]  # wrong on purpose
 
 
 # Views
