@@ -91,6 +91,16 @@ class VisitHooks(nn.Module):
         self.hook_resid_post = HookPoint()
 
 
+class RoutedSteps:
+    """Router logits [token, expert] and experts [token, k] of each step of a forward, for the auxiliary losses.
+
+    Not a plain list: FSDP2 hands modules copies of the lists among their arguments.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+
 class MixtureOfExperts(nn.Module):
     """Router and experts of one physical layer."""
 
@@ -106,7 +116,7 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
 
-    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, routed: RoutedSteps | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
             return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
 
@@ -115,8 +125,8 @@ class MixtureOfExperts(nn.Module):
         experts = batched(hooks.hook_expert_indices, probabilities.topk(self.k, dim=-1).indices)
         gates = probabilities.gather(1, experts)
         gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
-        if aux is not None:
-            aux.append((logits, experts))
+        if routed is not None:
+            routed.steps.append((logits, experts))
         x = batched(hooks.hook_expert_in, x)
         out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
@@ -145,7 +155,7 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         hooks = cast(VisitHooks, self.visit[str(step.visit)])
 
@@ -158,7 +168,7 @@ class Block(nn.Module):
         attn = self.attn(normalized, hooks.attn, segments, rotary, contexts, slot)
         x = batched(hooks.hook_resid_mid, x + batched(hooks.hook_attn_out, attn * self.scale))
         normalized = batched(hooks.ln2.hook_normalized, self.ln2(x))
-        moe = self.mlp(normalized, hooks.mlp, contexts, aux)
+        moe = self.mlp(normalized, hooks.mlp, contexts, routed)
         return batched(hooks.hook_resid_post, x + batched(hooks.hook_mlp_out, moe * self.scale))
 
 
@@ -262,15 +272,15 @@ class LoopedMoE(HookedRootModule):
 
     def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
-        aux: list[tuple[Tensor, Tensor]] = []
-        logits = self._unembed(self._features(tokens, segments, None, aux)).unflatten(0, tuple(tokens.shape))
+        routed = RoutedSteps()
+        logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
         cross_entropy = self._token_loss(logits, tokens, segments).nanmean()
         balance = z = logits.new_zeros(())
-        for router_logits, experts in aux:
+        for router_logits, experts in routed.steps:
             num_experts = router_logits.shape[1]
             load = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
-            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(aux)
-            z = z + router_logits.logsumexp(-1).square().mean() / len(aux)
+            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(routed.steps)
+            z = z + router_logits.logsumexp(-1).square().mean() / len(routed.steps)
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
 
@@ -325,7 +335,7 @@ class LoopedMoE(HookedRootModule):
         tokens: Tensor,
         segment_ids: Tensor | None,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         self._check(tokens, segment_ids, cache)
         contexts, length = tokens.shape
@@ -336,7 +346,7 @@ class LoopedMoE(HookedRootModule):
             positions = positions + cache.length
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
         every = range(len(self.plan))
-        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, aux))
+        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, routed))
 
     def _run(
         self,
@@ -346,10 +356,10 @@ class LoopedMoE(HookedRootModule):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         for step in self.plan.steps[steps.start : steps.stop]:
-            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
+            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, routed)
         return x
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
