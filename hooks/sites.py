@@ -43,7 +43,7 @@ SITES = {
         Site("experts", "S", ("k",), "mlp.hook_expert_indices", "experts used", "routing/ids"),
         Site("gates", "g", ("k",), "mlp.hook_expert_weights", "gates of the experts used", "routing/gate"),
         Site("expert_in", "", ("hidden",), "mlp.hook_expert_in", "what the experts read, the router having chosen"),
-        Site("expert_out", "", ("k", "hidden"), "mlp.hook_expert_out", "output of each expert used, before its gate"),
+        Site("expert_out", "", ("k", "hidden"), "mlp.hook_result", "output of each expert used, before its gate"),
         Site("moe_write", "d_moe", ("hidden",), "hook_mlp_out", "MoE write, after the 1/r scale", "resid/moe"),
         Site("resid_out", "x'", ("hidden",), "hook_resid_post", "residual stream after the step"),
     )

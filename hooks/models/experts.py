@@ -19,7 +19,7 @@ class ExpertHooks(nn.Module):
         self.hook_expert_indices = HookPoint()
         self.hook_expert_weights = HookPoint()
         self.hook_expert_in = HookPoint()  # what the experts read, apart from what the router read
-        self.hook_expert_out = HookPoint()  # each chosen expert's output before its gate; computed if someone looks
+        self.hook_result = HookPoint()  # each chosen expert's output before its gate; computed if someone looks
 
 
 class MixtureOfExperts(nn.Module):
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         if aux is not None:
             aux.append((logits, experts))
         x = batched(hooks.hook_expert_in, x)
-        out = self._watched_outputs(x, experts, gates, hooks.hook_expert_out, contexts)
+        out = self._watched_outputs(x, experts, gates, hooks.hook_result, contexts)
         if out is None:
             out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
