@@ -38,7 +38,7 @@ class AdaptedModel(DocumentModel):
 
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
         start = self.family.start(self.model, documents)
-        with self._looping():
+        with self._looping(), self.family.running(self.model):
             if return_type == "none":
                 self.body(documents, **self.family.call, **start)
                 return None

@@ -24,10 +24,10 @@ class Dory(Family):
         config = model.config
         reads = (
             Read("resid", "", "input"),
-            Read("X", "input_layernorm"),
+            Read("X", "self_attn", "input"),  # the norms' outputs themselves lie on the stream
             Read("O", "self_attn"),
             Read("attn_write", "post_attention_layernorm"),
-            Read("moe_in", "pre_feedforward_layernorm"),
+            Read("moe_in", "mlp", "input"),
             Read("moe_write", "post_feedforward_layernorm"),
             Read("resid_out", ""),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -82,6 +82,10 @@ class Family(ABC):
 
     loops: ClassVar[str] = ""
     """Path, from the model, of the loop count that its code reads at every forward; "" where there is no such number."""
+
+    def running(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What each forward runs in, for code that would otherwise cut gradients short."""
+        return nullcontext()
 
     @abstractmethod
     def anatomy(self, model: nn.Module) -> Anatomy: ...

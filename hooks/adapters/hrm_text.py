@@ -18,14 +18,13 @@ class HrmText(Family):
     loops = "config.H_cycles"
 
     @contextmanager
-    def looping(self, model: Any, visits: int) -> Iterator[None]:
-        """High cycles. How many of their low cycles have gradients is a list with an entry for each."""
+    def running(self, model: Any) -> Iterator[None]:
+        """Its code gives gradients to the last few low cycles of a high one, by a list: here all have them."""
         body: Any = self.body(model)
         before = body.L_bp_cycles_padded
-        body.L_bp_cycles_padded = [*[1] * max(0, visits - len(before)), *before][-visits:]
+        body.L_bp_cycles_padded = [model.config.L_cycles] * model.config.H_cycles
         try:
-            with super().looping(model, visits):
-                yield
+            yield
         finally:
             body.L_bp_cycles_padded = before
 
