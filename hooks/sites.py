@@ -53,6 +53,7 @@ ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write"
 
 ASSUMPTIONS = {
     "sum of writes": "residual in + attention write + MoE write = residual out",
+    "next token": "the logits at a token are of the token after it, from what comes before",
     "softmax router": "the router's scores over all experts are a softmax",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""

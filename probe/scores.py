@@ -15,6 +15,7 @@ from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
+from visitlens.kernels.errors import InputError
 from visitlens.probe.samples import Progress, Sample, silent
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ def predictions(
     those that run instead of the batch's own.
     """
     tokens = batch.tokens if tokens is None else tokens
+    check_predicts(model)
     if isinstance(model, InstrumentedModel):
         with intervene(model, chain, must_match=False):
             logits = model(tokens, batch.segments)
@@ -144,6 +146,12 @@ def _shared(model: LoopedMoE, batch: Batch, chains: Sequence[Sequence[Interventi
     with capture(model, sites) as plain:
         model(batch.tokens, batch.segments, return_type="none")
     return plain
+
+
+def check_predicts(model: LoopedMoE | InstrumentedModel) -> None:
+    """Raises InputError: the model's logits aren't of the next token, so that it has no loss on text."""
+    if isinstance(model, InstrumentedModel) and (why := model.config.missing.get("next token")):
+        raise InputError(f"{model.config.family} has no loss on text: {why}")
 
 
 def device_of(model: LoopedMoE | InstrumentedModel) -> torch.device:

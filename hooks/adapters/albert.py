@@ -13,6 +13,8 @@ from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, R
 
 POST_NORM = "a LayerNorm lies on the stream after each addition, so writes don't add up to the next residual"
 
+MASKED = "it fills in masked tokens and sees both sides of each, so its logits at a token aren't of the next one"
+
 
 class Albert(Family):
     model_types = ("albert",)
@@ -41,7 +43,7 @@ class Albert(Family):
         return Anatomy(
             tuple(Layer((path,), reads, attention="attention") for path in paths),
             tuple(order),
-            missing={"sum of writes": POST_NORM, **NO_ROUTER},
+            missing={"sum of writes": POST_NORM, "next token": MASKED, **NO_ROUTER},
             notes=(
                 "attention goes both ways: a query also sees later tokens of its document",
                 "queries are left out of measures by their position, as if attention were causal",

@@ -19,7 +19,7 @@ from visitlens.hooks.intervene import mean as mean_of
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches, device_of, score
+from visitlens.probe.scores import batches, check_predicts, device_of, score
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -73,6 +73,7 @@ def attribution(
 def attribute(model: LoopedMoE | InstrumentedModel, sample: Sample, means: object = None) -> dict[str, np.ndarray]:
     """Nats by [document, step, head] and, where there is a router, [document, step, expert] that the summed loss gains when
     one of them is ablated; NaN at a step that has none."""
+    check_predicts(model)
     config, plan = model.config, model.plan
     sizes = {"heads": config.num_heads, "experts": config.num_experts}
     if isinstance(model, InstrumentedModel) and "gates" in model.config.missing:
