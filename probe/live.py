@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import Captured, StepValues, capture
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.loop_plan import Step, visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
 from visitlens.kernels.errors import InputError, MemoryLimitError
-from visitlens.probe.live_ablation import KINDS, HeadAblation, HeadScan, check_target, divergence, visit_choices
+from visitlens.probe.live_ablation import KINDS, HeadScan, SilencedHead, check_target, divergence
 from visitlens.probe.live_prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
 from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
 
@@ -141,7 +141,7 @@ class LiveModel:
         kind: str = "zero",
         *,
         on_progress: OnProgress = _nothing,
-    ) -> HeadAblation:
+    ) -> SilencedHead:
         """The same prompt with one query head's attended context (PV, before W_O) silenced at these visits.
 
         `kind`: "zero", or "mean" (its mean over the prompt's tokens in the run as it was, per visit).
@@ -155,7 +155,7 @@ class LiveModel:
         with _memory_as_message(len(run)), self._silenced(run, places, [head], kind), self._watched(progress):
             batch = torch.from_numpy(run.tokens).unsqueeze(0).to(self._device)
             logits = cast(Tensor, self.model(batch))
-        return HeadAblation(run, layer, head, tuple(visits), kind, _numpy(logits[0]))
+        return SilencedHead(run, layer, head, tuple(visits), kind, _numpy(logits[0]))
 
     @torch.no_grad()
     def scan(
@@ -180,7 +180,9 @@ class LiveModel:
         check_target(target, self.config.vocab_size)
         self._places(run, 0, 0, (1,), kind)
         places = tuple(
-            (layer, visits) for layer in range(len(self.plan.visits)) for visits in visit_choices(self.plan, layer)
+            (layer, visits)
+            for layer in range(len(self.plan.visits))
+            for visits in visit_choices(self.plan.visits[layer])
         )
         together = max(1, _SCAN_TOKENS // len(run))
         groups = [range(at, min(at + together, run.heads)) for at in range(0, run.heads, together)]

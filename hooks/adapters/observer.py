@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
 
 _ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
+_EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class StepObserver:
@@ -43,9 +44,12 @@ class StepObserver:
                 for read in layer.reads:
                     if read.site in self.captured.sites:
                         self._watch(self._module(path, read.module), read)
+                    if read.site == "experts" and read.end == "input" and "expert_out" in self.captured.sites:
+                        self._watch_experts(self._module(path, read.module))
                 self._handles.append(module.register_forward_hook(self._leave))
 
     def remove(self) -> None:
+        self.adapted.expert_outputs.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -90,20 +94,46 @@ class StepObserver:
     def _watch(self, module: nn.Module, read: Read) -> None:
         if read.end == "output":
 
-            def output(_: Any, __: Any, result: Any) -> None:
-                value = result[read.item] if isinstance(result, tuple) else result
-                self._store(read.site, value)
+            def output(_: Any, __: Any, result: Any) -> Any:
+                if not isinstance(result, tuple):
+                    return self._store(read.site, result)
+                new = self._store(read.site, result[read.item])
+                return None if new is None else (*result[: read.item], new, *result[read.item + 1 :])
 
             self._handles.append(module.register_forward_hook(output))
             return
 
-        def entry(_: Any, args: tuple, kwargs: dict) -> None:
-            self._store(read.site, args[read.item] if read.item < len(args) else kwargs[read.name])
+        def entry(_: Any, args: tuple, kwargs: dict) -> Any:
+            if read.item >= len(args):
+                new = self._store(read.site, kwargs[read.name])
+                return None if new is None else (args, {**kwargs, read.name: new})
+            new = self._store(read.site, args[read.item])
+            return None if new is None else ((*args[: read.item], new, *args[read.item + 1 :]), kwargs)
 
         self._handles.append(module.register_forward_pre_hook(entry, with_kwargs=True))
 
+    def _watch_experts(self, module: Any) -> None:
+        """Each expert's own output, had by running the bank once more with one expert a row and no weighing."""
+
+        known = self.adapted.expert_outputs  # of this call, as changed by whoever watched before
+
+        def outputs(_: Any, args: tuple, kwargs: dict, result: Tensor) -> Tensor | None:
+            hidden, experts, gates = (*args, *(kwargs[name] for name in _EXPERT_INPUTS[len(args) :]))
+            if module not in known:
+                rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(experts.shape[-1], dim=0)
+                each = module.forward(rows, experts.reshape(-1, 1), torch.ones_like(gates).reshape(-1, 1))
+                known[module] = each.view(*experts.shape, -1)
+            new = self._store("expert_out", known[module])
+            if new is None:
+                return None
+            known[module] = new
+            return (new * gates.unsqueeze(-1)).sum(-2).to(result.dtype).view_as(result)
+
+        self._handles.append(module.register_forward_pre_hook(lambda *_: _forget(known, module)))
+        self._handles.append(module.register_forward_hook(outputs, with_kwargs=True))
+
     def _begin(self, _: Any, args: tuple, kwargs: dict) -> None:
-        if _recomputing():
+        if recomputing():
             return
         self.clock, self.step = VisitClock(self.adapted.plan), None  # the last forward may have ended in an error
         positions = kwargs.get("position_ids")
@@ -117,7 +147,7 @@ class StepObserver:
             self.captured.clear()
 
     def _end(self, *_: Any) -> None:
-        if _recomputing():
+        if recomputing():
             return
         self.clock.finish()
         for site in self.captured.sites:
@@ -130,7 +160,7 @@ class StepObserver:
                     )
 
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int) -> None:
-        if _recomputing():
+        if recomputing():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         self.shape = tuple(hidden.shape[:2])
@@ -142,12 +172,23 @@ class StepObserver:
     def _attention(self, call: AttentionCall) -> None:
         if self.step is None:
             return
-        options, wanted, new = call.options, self.captured.sites, call.q.shape[2]
+        wanted, new = self.captured.sites, call.q.shape[2]
+        rule = self.captured.rules[self.step] = self._rule(call)
+        per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
+        per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
+        for site, value in per_token.items():
+            if site in wanted:
+                self._store(site, value)
+        if "P" in wanted or (rule.from_map and {"Q", "K"} <= set(wanted)):
+            self._store("P", self._pattern(call, rule))
+
+    def _rule(self, call: AttentionCall) -> AttentionRule:
+        options = call.options
         scale = options.get("scaling")
         # A bias of each query and key, or a sink of each query: Q and K alone don't give the rows.
         sinks = options.get("s_aux")
         from_map = any(options.get(name) is not None for name in ("position_bias", "sinks"))
-        rule = AttentionRule(
+        return AttentionRule(
             scale=float(call.q.shape[-1] ** -0.5 if scale is None else scale),
             window=options.get("sliding_window"),
             causal=self.adapted.family.causal,
@@ -155,14 +196,6 @@ class StepObserver:
             soft_cap=options.get("softcap"),
             from_map=from_map,
         )
-        self.captured.rules[self.step] = rule
-        per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
-        per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
-        for site, value in per_token.items():
-            if site in wanted:
-                self._store(site, value)
-        if "P" in wanted or (from_map and {"Q", "K"} <= set(wanted)):
-            self._store("P", self._pattern(call, rule))
 
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
@@ -174,11 +207,17 @@ class StepObserver:
             )
         return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
 
-    def _store(self, site: str, value: Tensor) -> None:
-        if self.step is not None and not _recomputing():
+    def _store(self, site: str, value: Tensor) -> Tensor | None:
+        """Keeps a value; what it returns, which is nothing here, takes the value's place."""
+        if self.step is not None and not recomputing():
             self.adapted.place(self.captured, site, self.step, value, self.shape)
+        return None
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether a backward pass is at work: activation checkpointing runs modules again there, which is no new visit."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _forget(known: dict[nn.Module, Tensor], module: nn.Module) -> None:
+    known.pop(module, None)

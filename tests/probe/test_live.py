@@ -19,7 +19,6 @@ from visitlens.probe.bundled import PAIR
 from visitlens.probe.dyck import PAIRS, SHOTS
 from visitlens.probe.figures.theme import DARK, LIGHT
 from visitlens.probe.live import LiveModel
-from visitlens.probe.live_ablation import visit_choices
 from visitlens.probe.live_figures import attention_maps, head_grid, lens_map, scan_map
 from visitlens.probe.live_prompts import TokenTexts, byte_alphabet, encode
 from visitlens.probe.live_run import LiveRun, log_softmax
@@ -433,7 +432,6 @@ def test_every_figure_draws_for_one_two_and_three_visits(make_live: Callable[...
         assert lens_map(run, LIGHT).data and scan_map(live.scan(run), LIGHT).data
         if visits > 1:
             assert head_grid(run, None, LIGHT).data
-    assert visit_choices(run.plan, 1) == [(1,), (2,), (3,), (1, 2, 3)] and visit_choices(run.plan, 0) == [(1,)]
 
 
 # The bundled model
