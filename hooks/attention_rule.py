@@ -83,7 +83,8 @@ def map_overlaps(
         tops = [_top(p) for p in maps] if overlaps else []
         for v, p in enumerate(maps):
             entropy = torch.special.entr(p).sum(-1)  # over keys; what a learned sink takes is no outcome
-            rows[v].append(torch.stack([torch.full_like(entropy, torch.nan), p[..., 0], p[..., :4].sum(-1), entropy]))
+            unknown, learned = torch.full_like(entropy, torch.nan), 1 - p.sum(-1)
+            rows[v].append(torch.stack([unknown, p[..., 0], p[..., :4].sum(-1), entropy, learned]))
         for a, b in pairs:
             across[a, b].append(_overlap(maps[a], maps[b], tops[a], tops[b], seen[a]))
         if overlaps and heads > 1:

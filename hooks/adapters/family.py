@@ -74,6 +74,8 @@ class Family(ABC):
     """Values of `config.model_type` that it fits."""
     attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
     causal: ClassVar[bool] = True
+    learned_sink: ClassVar[bool] = False
+    """Whether attention rows sum to 1 together with a slot of the model's own."""
     call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
@@ -122,6 +124,7 @@ class Family(ABC):
             missing=anatomy.missing,
             absent=anatomy.absent,
             notes=anatomy.notes,
+            learned_sink=self.learned_sink,
             order=anatomy.order,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),

@@ -35,8 +35,10 @@ class Geometry:
     @classmethod
     def of(cls, plan: ExecutionPlan, config: Mapping[str, Any]) -> Geometry:
         names = ("hidden_size", "num_heads", "num_kv_heads", "num_experts", "experts_per_token")
-        optional = {name: config.get(name, {}) for name in ("missing", "absent")}
-        return cls(plan, **{name: config[name] for name in names}, **optional)
+        no_sink = {} if config.get("learned_sink") else {"learned sink": "its attention has no learned sink"}
+        missing = {**config.get("missing", {}), **no_sink}
+        sizes = {name: config[name] for name in names}
+        return cls(plan, **sizes, missing=missing, absent=config.get("absent", {}))
 
     def size(self, axis: str) -> int:
         """Length of a measure's axis."""
