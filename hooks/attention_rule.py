@@ -23,7 +23,8 @@ _TOP = 8
 @dataclass(frozen=True)
 class AttentionRule:
     """`scale` of the scores; `window`: keys a query sees, itself included; `sinks [head]`: logits of a slot that takes
-    mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept."""
+    mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept;
+    `among_visited`: keys are only the tokens that are at the visit."""
 
     scale: float
     window: int | None = None
@@ -31,11 +32,12 @@ class AttentionRule:
     sinks: Tensor | None = None
     soft_cap: float | None = None
     from_map: bool = False
+    among_visited: bool = False
 
     @property
     def in_kernels(self) -> bool:
         """Whether the kernels form these rows from Q and K."""
-        return self.causal and not self.from_map
+        return self.causal and not self.from_map and not self.among_visited
 
     def pattern(self, q: Tensor, k: Tensor) -> Tensor:
         """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""

@@ -273,7 +273,9 @@ class ShardWriter:
         ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
         shard = _ShardArrays(task)
         try:
-            with capture(self.model, self.sites) as captured, torch.inference_mode():
+            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
+            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
+            with capture(self.model, self.sites) as captured, mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)
@@ -302,6 +304,11 @@ class ShardWriter:
                 ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
                 shard.keep("routing/ids", ids.numpy().astype(np.uint16))
                 shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
+            if isinstance(self.model, InstrumentedModel) and self.model.config.ragged:
+                there = [values.visited(step) for step in steps]
+                everyone = torch.ones(len(real), dtype=torch.bool)
+                visited = torch.stack([everyone if t is None else t for t in there])
+                shard.keep("routing/visited", visited.numpy().astype(np.uint8))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:

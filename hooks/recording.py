@@ -141,6 +141,13 @@ class Recording:
         if bad:
             counts = ", ".join(f"{name} {count:,}" for name, count in bad.items())
             found.append(f"values that were NaN or infinite, left out of every mean: {counts}")
+        if "visit_share" in self.totals:
+            total, count = (getattr(self.totals["visit_share"], name).sum(0) for name in ("total", "count"))
+            few, many = (f"{share:.0%}" for share in ((total / count).min(), (total / count).max()))
+            found.append(
+                f"halting or routing leaves tokens out: a visit has {few} to {many} of them (visit_share), and each value's n is "
+                "the number of tokens that were there"
+            )
         return tuple(found)
 
     @property
@@ -183,6 +190,14 @@ class Recording:
         step = self.plan.step(layer, visit).index
         ids = self._over_tokens("routing/ids", tokens, step)
         return ids, self._over_tokens("routing/gate", tokens, step)
+
+    def visited(self, layer: int, visit: int, tokens: Tokens = None) -> np.ndarray:
+        """Whether a token is really at a visit, bool [token]: halting or routing leaves some out in some models."""
+        self._needs("tokens")
+        step = self.plan.step(layer, visit).index
+        if not self.config.get("ragged"):
+            return np.ones(len(self._over_tokens("tokens/id", tokens)), dtype=bool)
+        return self._over_tokens("routing/visited", tokens, step).astype(bool)
 
     def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
         """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""

@@ -51,6 +51,7 @@ ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write"
 ASSUMPTIONS = {
     "sum of writes": "residual in + attention write + MoE write = residual out",
     "softmax router": "the router's scores over all experts are a softmax",
+    "ragged visits": "halting or routing leaves tokens out of visits",
     "learned sink": "attention rows have a slot of the model's own that takes mass and gives nothing",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""

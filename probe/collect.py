@@ -16,7 +16,7 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.kernels.errors import InputError
 from visitlens.probe import statistics as _folder
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, present, stack
 from visitlens.probe.statistics.names import STAGES
 
 if TYPE_CHECKING:
@@ -60,12 +60,15 @@ class StatisticsCollector:
     def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
         """Adds one batch; `groups [token]`. Returns the per-token scalars that level `tokens` keeps."""
         stored, additions = {}, []
+        there = self._there(values)
         for statistic in self.statistics:
             for name, token_values in statistic.per_token(values, self.geometry).items():
                 if name in self.left_out:
                     continue
                 if name in self._nowhere:
                     token_values = token_values.only(~self._nowhere[name])
+                if there is not None and not token_values.everywhere:
+                    token_values = token_values.only(self._at_both(self.measures[name], there))
                 additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
                 if name in statistic.stored:
                     stored[name] = _with_nan(token_values)
@@ -74,10 +77,31 @@ class StatisticsCollector:
                     continue
                 nowhere = self._nowhere.get(name, torch.tensor(False))
                 left_out, non_finite = (sums.non_finite.masked_fill(c, 0) for c in (~nowhere, nowhere))
-                additions.append((name, sums.total, sums.count, left_out, non_finite))
+                additions.append((name, sums.total, sums.count, left_out + sums.left_out, non_finite))
         for name, *arrays in additions:
             self._totals[name].add(GroupTotals(self.measures[name].to_attributes(), *(a.numpy() for a in arrays)))
         return stored
+
+    def _there(self, values: StepValues) -> Tensor | None:
+        """[token, step] which tokens are really at a step; None where all are everywhere."""
+        steps = range(len(self.geometry.plan))
+        if all(values.visited(step) is None for step in steps):
+            return None
+        return stack([present(values, step) for step in steps])
+
+    def _at_both(self, measure: Measure, there: Tensor) -> Tensor:
+        """[token, *axes] whether a token is at every visit that a cell speaks of."""
+        pairs = self.geometry.plan.pairs
+        cells = torch.ones(len(there), *[1] * len(measure.axes), dtype=torch.bool)
+        for at, axis in enumerate(measure.axes):
+            if axis in ("step", "later_step"):
+                now = there
+            elif axis == "pair":
+                now = there[:, [pair.earlier.index for pair in pairs]] & there[:, [pair.later.index for pair in pairs]]
+            else:
+                continue
+            cells = cells & now.view(len(there), *[-1 if i == at else 1 for i in range(len(measure.axes))])
+        return cells
 
     def take(self) -> dict[str, GroupTotals]:
         """The totals since the last call, and a fresh start."""

@@ -109,6 +109,8 @@ class RecordedRun:
             documents=self.recording.documents,
             tokens=self.recording.tokens,
             provenance=self.provenance,
+            counts=totals.count.sum(0),
+            ragged=bool(self.recording.config.get("ragged")),
         )
         return self._stats[name]
 
@@ -162,6 +164,7 @@ class RecordedRun:
             stat,
             values=stat.values.take(order, at),
             replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
+            counts=None if stat.counts is None else stat.counts.take(order, at),
             labels={**stat.labels, "step": steps},
         )
         return _relabel(chosen, "step", "layer", [step.layer for step in steps])
@@ -314,6 +317,8 @@ class RecordedRun:
             measure=measure,
             values=full.values[rows, columns],
             replicates=None if full.replicates is None else full.replicates[:, rows, columns],
+            counts=None if full.counts is None else full.counts[rows, columns],
+            ragged=full.ragged,
             labels={measure.axes[0]: labels},
             documents=full.documents,
             tokens=full.tokens,
