@@ -167,6 +167,10 @@ class StepValues:
         else:
             lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
             self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
+        self.written: Tensor | None = None
+        """[token] which ones the model generated, where it did."""
+        self.counted: Tensor | None = None
+        """[token] which ones are to be counted at work; None: all."""
         self._flat: dict[tuple[str, int], Tensor] = {}
         self._norms: dict[tuple[str, int], Tensor] = {}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import VISITED, Captured, capture
+from visitlens.hooks.generation import cache_of
 from visitlens.hooks.sites import SITES
 
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -62,6 +63,13 @@ def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         _padding(model, tokens),
         _caching(model, tokens),
     ]
+
+
+def sample_tokens(model: AdaptedModel, length: int = 24) -> Tensor:
+    """Random token ids [1, position] of its vocabulary, on its device; always the same."""
+    length = min(length, model.config.context_length)
+    tokens = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    return tokens.to(next(model.parameters()).device)
 
 
 def _observe(model: AdaptedModel, sites: list[str], tokens: Tensor, segments: Tensor | None = None) -> Captured:
@@ -199,14 +207,6 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
     at = f", at most at {place}" if worst else ""
     ok = worst < 10 * _near(model)
     return Guard("cached generation", ok, f"equals the full prefill at every (token, visit) within {worst:.1e}{at}")
-
-
-def cache_of(result: Any) -> dict[str, Any]:
-    """The argument that hands a forward's cache on to the next one; nothing where there is none."""
-    for name in ("cache", "past_key_values"):
-        if (cache := getattr(result, name, None)) is not None:
-            return {name: cache}
-    return {}
 
 
 def _own_packing(model: AdaptedModel, tokens: Tensor) -> list[Guard]:

@@ -110,6 +110,11 @@ class Recording:
         return self.run["provenance"]
 
     @property
+    def generated(self) -> bool:
+        """Whether the model wrote its texts, behind prompts."""
+        return bool(self.run["config"].get("generated"))
+
+    @property
     def tokens(self) -> int:
         """Recorded so far."""
         return sum(shard["token_count"] for shard in self.shards)
@@ -180,9 +185,11 @@ class Recording:
         return self._files.use(self, first, look)
 
     def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
-        """`id`, `segment`, `pos`, each [token]."""
+        """`id`, `segment`, `pos`, each [token]; of generated texts also `generated`, 0 in the prompt and n at the n-th token
+        after it: with a step's visit, the label (generated token, visit)."""
         self._needs("tokens")
-        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in ("id", "segment", "pos")}
+        names = ("id", "segment", "pos", *(("generated",) if self.generated else ()))
+        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in names}
 
     def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids u2 and gates f2 of one step, [token, k]."""

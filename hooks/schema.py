@@ -59,6 +59,13 @@ LAYOUTS = (
     Layout("tokens/id", ("token",), ("u4",), "tokens", "token ids"),
     Layout("tokens/segment", ("token",), ("u4",), "tokens", "segment, rising over the whole recording"),
     Layout("tokens/pos", ("token",), ("u4",), "tokens", "position in the segment"),
+    Layout(
+        "tokens/generated",
+        ("token",),
+        ("u4",),
+        "tokens",
+        "0 in a prompt (prefill), n at the n-th token generated after it (decode); of generated texts",
+    ),
     Layout("routing/ids", ("step", "token", "k"), ("u2",), "tokens", "experts used (S)"),
     Layout("routing/gate", ("step", "token", "k"), ("f2",), "tokens", "their gates (g)"),
     Layout(

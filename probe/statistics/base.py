@@ -68,6 +68,12 @@ class TokenValues:
     valid: Tensor | None = None
     everywhere: bool = False
 
+    def of(self, tokens: Tensor) -> TokenValues:
+        """Of these tokens alone, bool [token]."""
+        values, valid = self.values.cpu(), self.valid
+        valid = None if valid is None else valid.expand_as(values)[tokens]
+        return replace(self, values=values[tokens], valid=valid)
+
     def only(self, cells: Tensor) -> TokenValues:
         """Leaves out every token where `cells [*axes]` is False."""
         return replace(self, valid=cells if self.valid is None else self.valid & cells)
@@ -142,9 +148,10 @@ def site_rms(values: StepValues, geometry: Geometry, site: str) -> Tensor:
 
 
 def present(values: StepValues, step: int) -> Tensor:
-    """[token] on the CPU, whether it is really at the step."""
+    """[token] on the CPU, whether it is really at the step, and counted."""
     there = values.visited(step)
-    return torch.ones(values.segments.num_tokens, dtype=torch.bool) if there is None else there
+    there = torch.ones(values.segments.num_tokens, dtype=torch.bool) if there is None else there
+    return there if values.counted is None else there & values.counted
 
 
 def routed(values: StepValues, step: int) -> Tensor:
