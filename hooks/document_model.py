@@ -7,7 +7,7 @@ Documents of equal length run in one batch, each as its own unpadded sequence fr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,13 @@ from torch.nn import functional as F
 
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.kernels.segments import Segments
+
+Change = Callable[[str, Step, Tensor], Tensor | None]
+"""(site, step, value [context, position, ...]) -> what takes its place; None leaves it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,10 @@ class DocumentModel(InstrumentedModel):
         """Logits [document, position, vocab] of one batch of token ids; None for "none"."""
 
     def __call__(self, tokens: Tensor, segments: Tensor | None = None, *, return_type: str = "logits") -> Tensor | None:
-        """As `InstrumentedModel`.
+        return self.forward(tokens, segments, return_type=return_type)
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, *, return_type: str = "logits") -> Tensor | None:
+        """As `InstrumentedModel.__call__`.
 
         Raises:
             InputError: ids outside the vocabulary, shapes that disagree, a document longer than the model's context.
@@ -109,6 +116,21 @@ class DocumentModel(InstrumentedModel):
                 "on: run the forward again"
             )
 
+    def changed(self, change: Change, site: str, step: Step, value: Tensor, batch: tuple[int, ...]) -> Tensor | None:
+        """What `change` makes of a site's value of the batch at work, in the value's own shape; None where nothing changes.
+
+        Raises:
+            InputError: the model is run past `__call__`, so that its documents aren't known.
+        """
+        if self.part is None:
+            raise InputError("call the adapted model itself inside `intervene`: only it says which tokens run")
+        laid = value.unflatten(0, batch) if value.ndim == 1 + len(SITES[site].axes) else value
+        after = change(site, step, _in_contexts(self.part, site, laid))
+        if after is None:
+            return None
+        new = _of_documents(self.part, site, after).reshape(value.shape)
+        return None if not new.requires_grad and torch.equal(new, value) else new
+
     def _check(self, tokens: Tensor, segments: Tensor | None) -> None:
         if tokens.ndim != 2 or tokens.numel() == 0:
             raise InputError(f"expected token ids [context, position], at least one, got shape {tuple(tokens.shape)}")
@@ -125,20 +147,43 @@ class DocumentModel(InstrumentedModel):
             raise InputError(f"{tokens.shape[1]} positions exceed the model's context of {self.config.context_length}")
 
 
-def _placed(part: Part, buffer: Tensor | None, site: str, value: Tensor) -> Tensor:
+def _placed(part: Part, buffer: Tensor | None, site: str, value: Tensor, fill: float = float("nan")) -> Tensor:
     """Documents [document, position, ...] in their places among the contexts; of a pattern [document, head, query, key]."""
     if site == "P":
         if buffer is None:
             buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
-        for document, start in zip(value, part.index[:, 0].tolist(), strict=True):
-            context, at = divmod(start, part.length)
-            buffer[context, :, at : at + document.shape[1], at : at + document.shape[1]] = document
+        for document, (context, span) in zip(value, _spans(part), strict=True):
+            buffer[context, :, span, span] = document
         return buffer
     if buffer is None:
-        fill = float("nan") if value.is_floating_point() else 0
-        buffer = value.new_full((part.contexts, part.length, *value.shape[2:]), fill)
+        buffer = value.new_full(
+            (part.contexts, part.length, *value.shape[2:]), fill if value.is_floating_point() else 0
+        )
     buffer.flatten(0, 1)[part.index.flatten().to(value.device)] = value.flatten(0, 1)
     return buffer
+
+
+def _spans(part: Part) -> Iterator[tuple[int, slice]]:
+    """Context and positions of each document."""
+    for start in part.index[:, 0].tolist():
+        context, at = divmod(start, part.length)
+        yield context, slice(at, at + part.index.shape[1])
+
+
+def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
+    """As `_placed` in a buffer of zeros, the value itself where it has the contexts' shape already."""
+    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+        return value if site == "P" else value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
+    return _placed(part, None, site, value, 0.0)
+
+
+def _of_documents(part: Part, site: str, value: Tensor) -> Tensor:
+    """The inverse of `_in_contexts`."""
+    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+        return value
+    if site == "P":
+        return torch.stack([value[context, :, span, span] for context, span in _spans(part)])
+    return value.flatten(0, 1)[part.index.to(value.device)]
 
 
 def _parts(tokens: Tensor, segment_ids: Tensor | None) -> Iterator[Part]:

@@ -46,6 +46,13 @@ def grouped_experts(
     raise InputError(f"expected implementation 'auto' or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
+def expert_outputs(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """[token, k, H] what each chosen expert gives, before its gate: k times the memory of the weighted sum."""
+    tokens, k = experts.shape
+    rows, ones = x.repeat_interleave(k, dim=0), x.new_ones(tokens * k, 1)
+    return grouped_experts(rows, experts.reshape(-1, 1), ones, w_in, w_out).view(tokens, k, w_out.shape[2])
+
+
 def _choose(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> str:
     if w_in.shape[0] == experts.shape[1]:
         return "dense"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any
 
@@ -17,15 +18,21 @@ class Albert(Family):
     model_types = ("albert",)
     call = MappingProxyType({})
     causal = False
+    loops = "config.num_hidden_layers"
+
+    def looping(self, model: Any, visits: int) -> AbstractContextManager[None]:
+        return super().looping(model, visits * model.config.num_hidden_groups)
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config
         reads = (
             Read("resid", "", "input"),
             Read("X", "attention", "input"),
+            Read("O", "attention.dense"),
             Read("attn_write", "attention.dense"),
             Read("moe_in", "ffn", "input", 0, "input"),
             Read("moe_write", "ffn_output"),
+            Read("resid_out", ""),
         )
         groups, inner = config.num_hidden_groups, config.inner_group_num
         paths = [f"encoder.albert_layer_groups.{g}.albert_layers.{i}" for g in range(groups) for i in range(inner)]

@@ -8,14 +8,17 @@ model's code; see docs/adapters.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from visitlens.hooks.instrumented import ModelFacts
+from visitlens.kernels.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,31 @@ class Family(ABC):
     call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
+    loops: ClassVar[str] = ""
+    """Path, from the model, of the loop count that its code reads at every forward; "" where there is no such number."""
+
     @abstractmethod
     def anatomy(self, model: nn.Module) -> Anatomy: ...
+
+    @contextmanager
+    def looping(self, model: nn.Module, visits: int) -> Iterator[None]:
+        """The model with another loop count.
+
+        Raises:
+            InputError: it has none that is read when it runs.
+        """
+        owner, _, name = self.loops.rpartition(".")
+        if not name:
+            raise InputError(
+                f"{type(self).__name__} has no loop count that is read when it runs, so it can't be changed"
+            )
+        holder = attrgetter(owner)(model)
+        before = getattr(holder, name)
+        setattr(holder, name, visits)
+        try:
+            yield
+        finally:
+            setattr(holder, name, before)
 
     def body(self, model: Any) -> nn.Module:
         """The module whose forward runs every step once, without the head."""
@@ -166,7 +192,7 @@ def _first(*ids: Any) -> int:
     return 0
 
 
-ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in")
+ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in", "expert_out")
 NO_ROUTER: Mapping[str, str] = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
 """`missing` of a dense family."""
 
@@ -211,9 +237,11 @@ def pre_norm_reads(
     reads = [
         Read("resid", "", "input"),
         Read("X", norm),
+        Read("O", attention),
         Read("attn_write", attn_write or attention),
         Read("moe_in", mlp_norm),
         Read("moe_write", mlp_write or mlp),
+        Read("resid_out", ""),
     ]
     if router is not None and experts is not None:
         reads.append(Read("router", f"{mlp}.{router}"))

@@ -6,6 +6,8 @@ with a norm, and its input is the sum of both states.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
@@ -13,6 +15,19 @@ from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, p
 
 class HrmText(Family):
     model_types = ("hrm_text",)
+    loops = "config.H_cycles"
+
+    @contextmanager
+    def looping(self, model: Any, visits: int) -> Iterator[None]:
+        """High cycles. How many of their low cycles have gradients is a list with an entry for each."""
+        body: Any = self.body(model)
+        before = body.L_bp_cycles_padded
+        body.L_bp_cycles_padded = [*[1] * max(0, visits - len(before)), *before][-visits:]
+        try:
+            with super().looping(model, visits):
+                yield
+        finally:
+            body.L_bp_cycles_padded = before
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
 
 _ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
+_EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class StepObserver:
@@ -46,14 +47,16 @@ class StepObserver:
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 for read in layer.reads:
                     if read.site in self.captured.sites:
-                        self._watch(self._module(path, read.module), read, partial(self._store, read.site))
+                        self._watch(self._module(path, read.module), read)
+                    if read.site == "experts" and read.end == "input" and "expert_out" in self.captured.sites:
+                        self._watch_experts(self._module(path, read.module))
                 self._handles.append(module.register_forward_hook(self._leave))
         for layer in self.adapted.anatomy.layers:
             if layer.visited is not None and layer.visited.at_body and layer.visited.read is not None:
-                module = self._module(layer.visited.read.module)
-                self._watch(module, layer.visited.read, partial(self._routed.__setitem__, module))
+                self._watch_routing(self._module(layer.visited.read.module), layer.visited.read)
 
     def remove(self) -> None:
+        self.adapted.expert_outputs.clear()
         for handle in self._handles:
             handle.remove()
 
@@ -108,22 +111,56 @@ class StepObserver:
                 f"the adapter for {self.adapted.config.family} doesn't fit this model: no module {path!r} ({error})"
             ) from error
 
-    def _watch(self, module: nn.Module, read: Read, take: Callable[[Tensor], None]) -> None:
+    def _watch(self, module: nn.Module, read: Read) -> None:
         if read.end == "output":
 
-            def output(_: Any, __: Any, result: Any) -> None:
-                take(result[read.item] if isinstance(result, tuple) else result)
+            def output(_: Any, __: Any, result: Any) -> Any:
+                if not isinstance(result, tuple):
+                    return self._store(read.site, result)
+                new = self._store(read.site, result[read.item])
+                return None if new is None else (*result[: read.item], new, *result[read.item + 1 :])
 
             self._handles.append(module.register_forward_hook(output))
             return
 
-        def entry(_: Any, args: tuple, kwargs: dict) -> None:
-            take(_argument(read, args, kwargs))
+        def entry(_: Any, args: tuple, kwargs: dict) -> Any:
+            if read.item >= len(args):
+                new = self._store(read.site, kwargs[read.name])
+                return None if new is None else (args, {**kwargs, read.name: new})
+            new = self._store(read.site, args[read.item])
+            return None if new is None else ((*args[: read.item], new, *args[read.item + 1 :]), kwargs)
 
         self._handles.append(module.register_forward_pre_hook(entry, with_kwargs=True))
 
+    def _watch_routing(self, module: nn.Module, read: Read) -> None:
+        def look(_: Any, args: tuple, kwargs: dict, result: Any) -> None:
+            output = result[read.item] if isinstance(result, tuple) else result
+            self._routed[module] = output if read.end == "output" else _argument(read, args, kwargs)
+
+        self._handles.append(module.register_forward_hook(look, with_kwargs=True))
+
+    def _watch_experts(self, module: Any) -> None:
+        """Each expert's own output, had by running the bank once more with one expert a row and no weighing."""
+
+        known = self.adapted.expert_outputs  # of this call, as changed by whoever watched before
+
+        def outputs(_: Any, args: tuple, kwargs: dict, result: Tensor) -> Tensor | None:
+            hidden, experts, gates = (*args, *(kwargs[name] for name in _EXPERT_INPUTS[len(args) :]))
+            if module not in known:
+                rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(experts.shape[-1], dim=0)
+                each = module.forward(rows, experts.reshape(-1, 1), torch.ones_like(gates).reshape(-1, 1))
+                known[module] = each.view(*experts.shape, -1)
+            new = self._store("expert_out", known[module])
+            if new is None:
+                return None
+            known[module] = new
+            return (new * gates.unsqueeze(-1)).sum(-2).to(result.dtype).view_as(result)
+
+        self._handles.append(module.register_forward_pre_hook(lambda *_: _forget(known, module)))
+        self._handles.append(module.register_forward_hook(outputs, with_kwargs=True))
+
     def _begin(self, _: Any, args: tuple, kwargs: dict) -> None:
-        if _recomputing():
+        if recomputing():
             return
         # Afresh: the last forward may have ended in an error.
         self.clock, self.step = VisitClock(self.adapted.plan, self.adapted.anatomy.ragged), None
@@ -140,7 +177,7 @@ class StepObserver:
             self.captured.clear()
 
     def _end(self, *_: Any) -> None:
-        if _recomputing():
+        if recomputing():
             return
         self.clock.finish()
         self.adapted.check_kept(self.captured)
@@ -158,7 +195,7 @@ class StepObserver:
                     )
 
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int, path: str) -> None:
-        if _recomputing():
+        if recomputing():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
         self.shape, self.places = tuple(hidden.shape[:2]), None
@@ -187,12 +224,23 @@ class StepObserver:
     def _attention(self, call: AttentionCall) -> None:
         if self.step is None:
             return
-        options, wanted, new = call.options, self.captured.sites, call.q.shape[2]
+        wanted, new = self.captured.sites, call.q.shape[2]
+        rule = self.captured.rules[self.step] = self._rule(call)
+        per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
+        per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
+        for site, value in per_token.items():
+            if site in wanted:
+                self._store(site, value)
+        if "P" in wanted or (rule.from_map and {"Q", "K"} <= set(wanted)):
+            self._store("P", self._pattern(call, rule))
+
+    def _rule(self, call: AttentionCall) -> AttentionRule:
+        options = call.options
         scale = options.get("scaling")
         # A bias of each query and key, or a sink of each query: Q and K alone don't give the rows.
         sinks = options.get("s_aux")
         from_map = any(options.get(name) is not None for name in ("position_bias", "sinks"))
-        rule = AttentionRule(
+        return AttentionRule(
             scale=float(call.q.shape[-1] ** -0.5 if scale is None else scale),
             window=options.get("sliding_window"),
             causal=self.adapted.family.causal,
@@ -201,14 +249,6 @@ class StepObserver:
             from_map=from_map,
             among_visited=self.places is not None,
         )
-        self.captured.rules[self.step] = rule
-        per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
-        per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
-        for site, value in per_token.items():
-            if site in wanted:
-                self._store(site, value)
-        if "P" in wanted or (from_map and {"Q", "K"} <= set(wanted)):
-            self._store("P", self._pattern(call, rule))
 
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
@@ -220,12 +260,15 @@ class StepObserver:
             )
         return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
 
-    def _store(self, site: str, value: Tensor) -> None:
-        if self.step is None or _recomputing():
-            return
+    def _store(self, site: str, value: Tensor) -> Tensor | None:
+        """Keeps a value; what it returns, which is nothing here, takes the value's place."""
+        if self.step is None or recomputing():
+            return None
+        shape = self.shape
         if self.places is not None:
-            value = _in_place(site, value, self.shape, self.places, self.whole)
-        self.adapted.place(self.captured, site, self.step, value, self.whole if self.places is not None else self.shape)
+            value, shape = _in_place(site, value, shape, self.places, self.whole), self.whole
+        self.adapted.place(self.captured, site, self.step, value, shape)
+        return None
 
 
 def _up(path: str, names: int) -> str:
@@ -251,6 +294,10 @@ def _in_place(site: str, value: Tensor, given: tuple[int, ...], places: Tensor, 
     return full
 
 
-def _recomputing() -> bool:
+def recomputing() -> bool:
     """Whether a backward pass is at work: activation checkpointing runs modules again there, which is no new visit."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _forget(known: dict[nn.Module, Tensor], module: nn.Module) -> None:
+    known.pop(module, None)

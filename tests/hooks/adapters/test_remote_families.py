@@ -21,6 +21,7 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.moeut import MoEUT
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.guards import check
+from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.inspection import describe
@@ -305,6 +306,53 @@ def test_every_site_comes_by_visit_packed_as_alone(name: str) -> None:
             )
     visits = [packed.get("Q", model.plan.looped_layers[0], v) for v in (1, 2)]
     assert not torch.equal(*visits)
+
+
+@each
+def test_interventions_reach_every_site(name: str) -> None:
+    model, real = MODELS[name][0](), SEGMENTS >= 0
+    sites = [site for site in SITES if site not in model.config.missing]
+    with capture(model, sites) as clean:
+        plain = model(TOKENS, SEGMENTS)
+    with intervene(model, *((replace(site, clean), take(site, visit=1)) for site in sites)):
+        assert torch.equal(model(TOKENS, SEGMENTS)[real], plain[real])  # type: ignore[index]  # tensors
+    layer = model.plan.looped_layers[0]
+    for site in set(sites) - {"experts", "P"}:
+        with intervene(model, take(site, layer=layer, visit=2)), capture(model, [site]) as seen:
+            logits = model(TOKENS, SEGMENTS)
+        assert torch.equal(seen.get(site, layer, 2)[real], seen.get(site, layer, 1)[real]), site
+        assert not torch.equal(logits[real], plain[real]), site  # type: ignore[index]  # tensors
+    with intervene(model, skip(layer=layer, visit=2)), capture(model, ["resid", "resid_out"]) as seen:
+        model(TOKENS, SEGMENTS)
+    assert torch.equal(seen.get("resid", layer, 2)[real], seen.get("resid_out", layer, 2)[real])
+
+
+def test_loop_counts_of_models_that_read_theirs_when_they_run() -> None:
+    for raw, family in ((TinyHuginn, None), (TinyOuro, None), (TinyMoEUT, MoEUT(context_length=64))):
+        model = adapt(seeded(raw), family)
+        before, plain = model.plan.visits[model.plan.looped_layers[0]], model(TOKENS)
+        assert torch.equal(with_loop_count(model, before)(TOKENS), plain)
+        two = with_loop_count(model, 2)
+        assert {two.plan.visits[layer] for layer in model.plan.looped_layers} == {2}
+        with capture(two, ["resid"]):
+            assert not torch.equal(two(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
+        assert torch.equal(model(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
+
+
+def test_moeuts_gates_follow_the_choice() -> None:
+    model = MODELS["moeut"][0]()
+    with capture(model, ["router", "experts", "gates"]) as clean:
+        model(TOKENS)
+    change = replace("experts", clean.get("experts", 1, 2).flip(0), layer=1, visit=2)
+    with (
+        intervene(model, change, scale("gates", 0.5, layer=1, visit=2, expert=3)),
+        capture(model, ["experts", "gates"]) as seen,
+    ):
+        model(TOKENS)
+    chosen = clean.get("experts", 1, 2).flip(0)
+    gates = clean.get("router", 1, 2).sigmoid().gather(-1, chosen)
+    assert torch.equal(seen.get("experts", 1, 2), chosen)
+    torch.testing.assert_close(seen.get("gates", 1, 2), torch.where(chosen == 3, gates / 2, gates))
 
 
 def test_huginns_initial_state_is_its_seeds_and_its_steps_are_the_callers() -> None:
