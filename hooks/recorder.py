@@ -23,10 +23,12 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.errors import InputError
@@ -177,6 +179,8 @@ def describe_run(
         "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
         "measures": sorted(statistics.measures),
     }
+    if contexts.generated is not None:
+        config["generated"] = True
     config = json.loads(json.dumps(config))
     return {
         "run_uuid": str(uuid.uuid4()),
@@ -239,6 +243,8 @@ class ShardWriter:
         options: RecordingOptions,
         attention_implementation: str = "auto",
     ) -> None:
+        if options.level == "maps" and contexts.generated is not None:
+            raise InputError("attention maps aren't kept of generated texts; record the finished texts at level 'maps'")
         if options.level == "maps" and contexts.tokens.shape[1] > schema.MAX_MAP_CONTEXT:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
@@ -271,9 +277,11 @@ class ShardWriter:
     ) -> Shard:
         """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
         ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
-        shard = _ShardArrays(task)
+        shard = ShardArrays(task)
         try:
-            with capture(self.model, self.sites) as captured, torch.inference_mode():
+            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
+            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
+            with capture(self.model, self.sites) as captured, mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)
@@ -285,23 +293,37 @@ class ShardWriter:
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
 
-    def _forward(self, rows: slice, captured: Any, shard: _ShardArrays) -> None:
+    def _forward(self, rows: slice, captured: Any, shard: ShardArrays) -> None:
         tokens = torch.from_numpy(self.contexts.tokens[rows])
         segment_ids = torch.from_numpy(self.contexts.segments[rows])
         device = next(self.model.parameters()).device
-        self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        written = None
+        if self.contexts.generated is None:
+            self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        else:
+            generated = torch.from_numpy(self.contexts.generated[rows])
+            captured = replay(self.model, captured, tokens.to(device), generated.masked_fill(segment_ids < 0, -1))
+            written = generated[segment_ids >= 0]
         values = StepValues(captured, segment_ids, self.attention)
+        values.written = None if written is None else written > 0
         real = segment_ids[segment_ids >= 0].long()
         stored = self.statistics.update(values, self.segment_group[real])
         if self.options.level != "summary":
             shard.keep("tokens/id", tokens[segment_ids >= 0].numpy().astype(np.uint32))
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
+            if written is not None:
+                shard.keep("tokens/generated", written.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
             if self.model.config.experts_per_token:
                 ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
                 shard.keep("routing/ids", ids.numpy().astype(np.uint16))
                 shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
+            if isinstance(self.model, InstrumentedModel) and self.model.config.ragged:
+                there = [values.visited(step) for step in steps]
+                everyone = torch.ones(len(real), dtype=torch.bool)
+                visited = torch.stack([everyone if t is None else t for t in there])
+                shard.keep("routing/visited", visited.numpy().astype(np.uint8))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:
@@ -311,7 +333,7 @@ class ShardWriter:
         shard.tokens += len(real)
         shard.contexts += len(tokens)
 
-    def _keep_activation(self, name: str, values: StepValues, shard: _ShardArrays) -> None:
+    def _keep_activation(self, name: str, values: StepValues, shard: ShardArrays) -> None:
         first = shard.task.token_start + shard.tokens
         start, stop = self.options.activation_tokens or (0, self.contexts.num_tokens)
         start, stop = max(start - first, 0), min(stop - first, values.segments.num_tokens)
@@ -321,7 +343,7 @@ class ShardWriter:
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
 
-    def _commit(self, shard: _ShardArrays, run: Mapping[str, Any]) -> Shard:
+    def _commit(self, shard: ShardArrays, run: Mapping[str, Any]) -> Shard:
         task, totals = shard.task, self.statistics.take()
         numbers = {
             "worker": task.worker,
@@ -342,39 +364,6 @@ class ShardWriter:
         data = buffer.getbuffer()
         digest = commit(self.path / schema.SHARDS / task.name, data)
         return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals)
-
-
-class _ShardArrays:
-    """Arrays of a token range, gathered context by context."""
-
-    def __init__(self, task: ShardTask) -> None:
-        self.task = task
-        self.tokens = self.contexts = 0
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._token_starts: dict[str, int] = {}
-
-    def keep(self, name: str, part: np.ndarray, token_start: int | None = None) -> None:
-        self._parts.setdefault(name, []).append(part)
-        if token_start is not None:
-            self._token_starts.setdefault(name, token_start)
-
-    def write(self, file: h5py.File, dtype: torch.dtype) -> None:
-        for name in list(self._parts):
-            parts = self._parts.pop(name)
-            vector = name.startswith(("resid/", "vec/"))
-            array = np.concatenate(parts, axis=0 if name.startswith(("tokens/", "attn/")) else 1)
-            if name.startswith("tokens/"):
-                chunks = (min(len(array), 65_536),)
-            elif name.startswith("attn/"):
-                chunks = (1, 1, *array.shape[2:])
-            else:
-                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
-            filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
-            dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
-            if name in self._token_starts:
-                dataset.attrs["token_start"] = np.int64(self._token_starts[name])
-                if dtype == torch.bfloat16:
-                    schema.set_text(dataset.attrs, "logical_dtype", "bfloat16")
 
 
 @contextmanager

@@ -110,6 +110,11 @@ class Recording:
         return self.run["provenance"]
 
     @property
+    def generated(self) -> bool:
+        """Whether the model wrote its texts, behind prompts."""
+        return bool(self.run["config"].get("generated"))
+
+    @property
     def tokens(self) -> int:
         """Recorded so far."""
         return sum(shard["token_count"] for shard in self.shards)
@@ -141,6 +146,13 @@ class Recording:
         if bad:
             counts = ", ".join(f"{name} {count:,}" for name, count in bad.items())
             found.append(f"values that were NaN or infinite, left out of every mean: {counts}")
+        if "visit_share" in self.totals:
+            total, count = (getattr(self.totals["visit_share"], name).sum(0) for name in ("total", "count"))
+            few, many = (f"{share:.0%}" for share in ((total / count).min(), (total / count).max()))
+            found.append(
+                f"halting or routing leaves tokens out: a visit has {few} to {many} of them (visit_share), and each value's n is "
+                "the number of tokens that were there"
+            )
         return tuple(found)
 
     @property
@@ -173,9 +185,11 @@ class Recording:
         return self._files.use(self, first, look)
 
     def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
-        """`id`, `segment`, `pos`, each [token]."""
+        """`id`, `segment`, `pos`, each [token]; of generated texts also `generated`, 0 in the prompt and n at the n-th token
+        after it: with a step's visit, the label (generated token, visit)."""
         self._needs("tokens")
-        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in ("id", "segment", "pos")}
+        names = ("id", "segment", "pos", *(("generated",) if self.generated else ()))
+        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in names}
 
     def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids u2 and gates f2 of one step, [token, k]."""
@@ -183,6 +197,14 @@ class Recording:
         step = self.plan.step(layer, visit).index
         ids = self._over_tokens("routing/ids", tokens, step)
         return ids, self._over_tokens("routing/gate", tokens, step)
+
+    def visited(self, layer: int, visit: int, tokens: Tokens = None) -> np.ndarray:
+        """Whether a token is really at a visit, bool [token]: halting or routing leaves some out in some models."""
+        self._needs("tokens")
+        step = self.plan.step(layer, visit).index
+        if not self.config.get("ragged"):
+            return np.ones(len(self._over_tokens("tokens/id", tokens)), dtype=bool)
+        return self._over_tokens("routing/visited", tokens, step).astype(bool)
 
     def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
         """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""

@@ -122,4 +122,7 @@ def _axis_title(axis: str) -> str:
 def _subtitle(stat: StatArray) -> str:
     interval = "bars: 95% document-bootstrap intervals" if stat.replicates is not None else "no interval"
     counts = f"n = {stat.documents:,} documents, {stat.tokens:,} tokens"
+    if stat.counts is not None and stat.ragged:
+        measured = stat.counts[stat.counts > 0]
+        counts += f", {measured.min():,.0f} to {measured.max():,.0f} of them behind each value"
     return f"{counts}; {interval if len(stat.axes) < 2 else 'intervals on hover'}<br>{escape(stat.aggregation)}"
