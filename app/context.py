@@ -18,7 +18,7 @@ from visitlens.probe.figures.theme import DARK, LIGHT, Theme
 from visitlens.probe.opened import RecordedRun
 
 _Kept = TypeVar("_Kept")
-_MOST_KEPT = 16
+_MOST_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -174,4 +174,4 @@ def describe_needs(view: View, needs: Mapping[str, str] | tuple[str, ...]) -> st
 
 def routed(run: RecordedRun) -> bool:
     """Whether the model chooses among experts."""
-    return int(run.recording.config.get("num_experts") or 0) > 1 and "expert_load" in run.measures
+    return int(run.recording.config.get("num_experts") or 0) > 1

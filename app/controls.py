@@ -7,6 +7,7 @@ from typing import Any
 
 from visitlens.app.components import selector
 from visitlens.app.context import View, describe_needs
+from visitlens.app.documents import segment_choices
 from visitlens.app.state import AGGREGATIONS
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
@@ -68,7 +69,7 @@ def _others(page: ModuleType, view: View) -> list[Any]:
 
 
 def _segments(page: ModuleType, view: View) -> list[Any]:
-    choices, value = page.segment_choices(view)
+    choices, value = segment_choices(view)
     return [selector("document", "segment", choices, value)]
 
 

@@ -29,8 +29,8 @@ _NARROW = 800
 class Panel:
     """`key` is unique on its page (a-z, 0-9, -). `draw` gives the picture with its title, as it is exported.
 
-    `caption` are sentences: n, aggregation, interval, definition. `data` is the JSON export, `rows` the CSV and the table
-    (a function, called when asked). `code` are the notebook lines that draw it. `links`: what a click on a point or cell
+    `caption` are sentences: n, aggregation, interval, definition. `data` gives the JSON export, `rows` the CSV and the table: made
+    when they are asked for. `code` are the notebook lines that draw it. `links`: what a click on a point or cell
     opens, `{"path": "/heads", "x": "head", "y": "layer"}` (the parameter takes the number that the label starts with) or
     `{"hrefs": [[...]]}` by row and column. `morph`: indices of two heat maps, the first of which a slider turns into the
     second. `linked`: hovering one heat map marks the same cell in all. `zoom`: of a pooled map, `factor` and the
@@ -41,7 +41,7 @@ class Panel:
     title: str
     draw: Callable[[Theme], go.Figure]
     caption: Sequence[str]
-    data: Mapping[str, Any]
+    data: Callable[[], Mapping[str, Any]]
     rows: Callable[[], Sequence[Mapping[str, Any]]]
     code: str
     links: Mapping[str, Any] | None = None
@@ -74,7 +74,7 @@ def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str =
         title=title or stat.measure.title,
         draw=lambda theme: plot_stat(stat, theme),
         caption=stat_caption(stat),
-        data=stat.to_dict(),
+        data=stat.to_dict,
         rows=lambda: stat_rows(stat),
         code=notebook(view, code),
         **options,
@@ -102,7 +102,7 @@ def lines_panel(
         title=title,
         draw=lambda theme: plots.lines(theme, drawn, unit or first.measure.unit, levels=levels, x_title=x_title),
         caption=[*notes, *many_captions(stats, levels)],
-        data=plots.all_json(stats) | {level.label: level.value for level in levels},
+        data=lambda: plots.all_json(stats) | {level.label: level.value for level in levels},
         rows=lambda: many_rows(stats),
         code=notebook(view, code),
         **options,
@@ -149,7 +149,7 @@ def maps_panel(
         title=title,
         draw=draw,
         caption=many_captions(stats),
-        data=plots.all_json(stats),
+        data=lambda: plots.all_json(stats),
         rows=lambda: many_rows(stats),
         code=notebook(view, code),
         linked=True,
@@ -210,7 +210,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
         title=data["title"],
         draw=drawing.plot,
         caption=[data["question"], *data["notes"], f"n = {counts}. {aggregations}. Bars: {data['interval']}."],
-        data=data,
+        data=lambda: data,
         rows=lambda: csv_rows(data),
         code=notebook(view, code),
         **options,

@@ -89,6 +89,7 @@ def visit_maps(
     theme: Theme,
     earlier: np.ndarray,
     later: np.ndarray,
+    difference: np.ndarray | None = None,
     *,
     titles: tuple[str, str, str],
     rows: Sequence[str],
@@ -102,12 +103,12 @@ def visit_maps(
     cosine: bool = False,
     column_ticks: Sequence[str] | None = None,
 ) -> go.Figure:
-    """Earlier | later | difference [row, column]: the first two on one scale, the third symmetric about zero.
+    """Earlier | later | difference [row, column] (theirs, if not given): the first two on one scale, the third symmetric about zero.
 
     `rows` and `columns` are labels, escaped already. `marks` outlines columns in orange, with a text each; `selected` is a
     cell to outline; `column_ticks` are shorter labels for the axis. Text is the same in all three, so that linked hover can mark one cell everywhere.
     """
-    difference = later - earlier
+    difference = later - earlier if difference is None else difference
     figure = go.Figure()
     for at, values in enumerate((earlier, later, difference), 1):
         trace = map_trace(values, rows, columns, "coloraxis2" if at == 3 else "coloraxis", row_title, column_title)

@@ -10,7 +10,7 @@ import itertools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -172,10 +172,12 @@ class Recording:
 
         return self._files.use(self, first, look)
 
-    def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
-        """`id`, `segment`, `pos`, each [token]."""
+    def token_table(
+        self, tokens: Tokens = None, names: Sequence[str] = ("id", "segment", "pos")
+    ) -> dict[str, np.ndarray]:
+        """`id`, `segment`, `pos`, or some of them, each [token]."""
         self._needs("tokens")
-        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in ("id", "segment", "pos")}
+        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in names}
 
     def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids u2 and gates f2 of one step, [token, k]."""

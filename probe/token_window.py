@@ -21,7 +21,7 @@ class Segments:
 
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
-        segment = run.recording.token_table()["segment"]
+        segment = run.recording.token_table(names=("segment",))["segment"]
         starts = np.flatnonzero(np.diff(segment, prepend=segment[:1] ^ 1))
         self.bounds = np.append(starts, len(segment))
 
@@ -41,7 +41,7 @@ class Segments:
             raise InputError(f"expected a document among 0 to {len(self) - 1}, got {segment}")
         start, stop = int(self.bounds[segment]), int(self.bounds[segment + 1])
         if stop - start > MOST_TOKENS:
-            part = ((token if token is not None else start) - start) // MOST_TOKENS
+            part = (token - start) // MOST_TOKENS if token is not None and start <= token < stop else 0
             start += part * MOST_TOKENS
             stop = min(stop, start + MOST_TOKENS)
         return TokenWindow(self.run, start, stop)

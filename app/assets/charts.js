@@ -184,8 +184,8 @@
   function zoomed(chart, plot, change) {
     const zoom = options(chart).zoom;
     if (!zoom) return;
-    const x = change["xaxis.range[0]"], y = change["yaxis.range[0]"];
-    if (x === undefined && y === undefined) return;
+    if (zoom.part && change["xaxis.autorange"]) { vl.go(vl.here({ zoom: null })); return; } // a double click
+    if (!zoom.factor || !Object.keys(change).some((key) => /axis\d*\.range/.test(key))) return;
     const xs = plot.layout.xaxis.range, ys = plot.layout.yaxis.range;
     const part = (range, starts) => {
       const [low, high] = [Math.min(...range), Math.max(...range)].map(Math.round);

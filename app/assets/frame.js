@@ -130,7 +130,7 @@
     if (!name) return;
     const changes = { [name]: event.target.value };
     if (name === "run") Object.assign(changes, { token: null, segment: null, context: null, zoom: null });
-    if (name === "context") Object.assign(changes, { token: null, zoom: null });
+    if (name === "context" || name === "segment") Object.assign(changes, { token: null, zoom: null });
     vl.go(vl.here(changes));
   });
 

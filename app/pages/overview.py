@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.components import attrs, badge, card, number, state, table
-from visitlens.app.context import View
+from visitlens.app.context import View, routed
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
 from visitlens.app.plots import one_map
@@ -105,7 +105,7 @@ def grid_panel(view: View) -> Panel:
         caption=[
             f"{len(rows) - missing} of {len(rows)} cells; mean over looped layers; intervals in the table. In the paper: {chosen.paper}. A cell opens its run."
         ],
-        data={"headline": chosen.key, "cells": rows},
+        data=lambda: {"headline": chosen.key, "cells": rows},
         rows=lambda: rows,
         code=f"import visitlens as vl\n\nrec = vl.open('run.vlens')\n{chosen.code}\n",
         links={"hrefs": hrefs},
@@ -118,10 +118,13 @@ def _identity(view: View) -> html.Section:
     run = view.recorded
     recording, config = run.recording, run.recording.config
     model = describe_run(run)
+    experts = "dense feed-forward"
+    if routed(run):
+        experts = f"{config['num_experts']} experts, {config['experts_per_token']} a token"
     facts = {
         "model": recording.provenance.get("checkpoint") or "unknown",
         "loop": span(model),
-        "size": f"{len(run.plan.visits)} layers, {config.get('num_heads')} heads, {config.get('num_experts') or 'no'} experts, {config.get('experts_per_token') or 0} a token",
+        "size": f"{len(run.plan.visits)} layers, {config.get('num_heads')} heads, {experts}",
         "text": f"{recording.tokens:,} tokens of {recording.documents:,} documents",
         "level": recording.level,
     }

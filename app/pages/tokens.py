@@ -9,20 +9,20 @@ import numpy as np
 import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.attention import key_changes
+from visitlens.app.attention import key_changes, source
 from visitlens.app.components import attrs, card, number, table
 from visitlens.app.context import View, routed
 from visitlens.app.controls import measures
+from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text
 from visitlens.probe.measure import Measure, json_numbers
-from visitlens.probe.token_window import Experts, Segments, TokenWindow, stored_measures
+from visitlens.probe.token_window import Experts, TokenWindow, stored_measures
 
 PATH, TITLE, ORDER = "/tokens", "Tokens", 12
 NEEDS = ("tokens", "looped")
 CONTROLS = ("metric", "visits", "layer", "head", "agg", "segment")
-_PICKED = 200
 AGGREGATIONS = {"mean": "mean over heads", "each": "this head"}
 
 
@@ -35,28 +35,6 @@ def METRICS(view: View) -> list[Measure]:
 def metric(view: View) -> str:
     names = [measure.name for measure in METRICS(view)]
     return next((n for n in (view.selection.metric, "shared_expert_count", "sink_mass") if n in names), names[0])
-
-
-def segments(view: View) -> Segments:
-    return view.remember("segments", lambda: Segments(view.recorded))
-
-
-def segment_of(view: View, found: Segments) -> int:
-    """Chosen, else the token's, else the first document with something to read in it."""
-    token, chosen = view.selection.token, view.selection.segment
-    if chosen is not None and chosen < len(found):
-        return chosen
-    return found.of_token(token) if token is not None else _first_long(found)
-
-
-def segment_choices(view: View) -> tuple[list[tuple[str, str]], str]:
-    """For the picker of packed documents: those around the one shown."""
-    found = segments(view)
-    here = segment_of(view, found)
-    first = max(0, min(here - _PICKED // 2, len(found) - _PICKED))
-    sizes = np.diff(found.bounds)
-    around = range(first, min(first + _PICKED, len(found)))
-    return [(str(n), f"{n + 1} ({sizes[n]} tokens)") for n in around], str(here)
 
 
 def layout(view: View) -> list[Any]:
@@ -79,7 +57,7 @@ def layout(view: View) -> list[Any]:
         if routed(view.recorded):
             items.append(_experts(view, window.experts(pair)[at], token, texts[at]))
         items.append(_values(view, window, at, pair, texts[at]))
-        if view.recorded.recording.level == "maps":
+        if source(view):
             items.append(key_changes(view, token))
     else:
         items.append(
@@ -90,13 +68,6 @@ def layout(view: View) -> list[Any]:
             )
         )
     return items
-
-
-def _first_long(found: Segments) -> int:
-    """The first document with something to read in it."""
-    sizes = np.diff(found.bounds)
-    long = np.flatnonzero(sizes >= 16)
-    return int(long[0]) if len(long) else int(sizes.argmax())
 
 
 def _text(
@@ -222,7 +193,7 @@ def _line(
             f"n = {len(places):,} tokens of one document, layer {view.layer}; {over}; unit: {measure.unit}. No interval: each token's own value.",
             f"Definition: {measure.definition} ({measure.paper})",
         ],
-        data={
+        data=lambda: {
             "measure": measure.name,
             "layer": view.layer,
             "tokens": places,

@@ -163,7 +163,7 @@ def test_captions_say_n_interval_and_aggregation_and_exports_are_whole(context: 
             assert "n = " in caption or "Context" in caption, panel.key
             assert "nterval" in caption, panel.key
             assert panel.code.startswith("import visitlens as vl") and compile(panel.code, "code", "exec")
-            json.dumps(panel.data, allow_nan=False)
+            json.dumps(panel.data(), allow_nan=False)
             text = export.csv_text(panel, view)
             lines = [line for line in text.splitlines() if not line.startswith("#")]
             assert len(list(csv.DictReader(io.StringIO("\n".join(lines))))) == len(list(panel.rows())) > 0, panel.key
@@ -283,7 +283,7 @@ def test_a_spreadsheet_runs_no_cell(context: Context) -> None:
     view = view_of(context, "/heads", "?run=looped")
     panel = layout.find_panel(find_page("/heads"), view, "map")
     rows = lambda: [{"text": "=HYPERLINK(1)", "value": -1.5}]  # noqa: E731 (one use)
-    text = export.csv_text(Panel(panel.key, panel.title, panel.draw, panel.caption, {}, rows, ""), view)
+    text = export.csv_text(Panel(panel.key, panel.title, panel.draw, panel.caption, dict, rows, ""), view)
     assert "'=HYPERLINK(1)" in text and ",-1.5" in text
 
 
