@@ -8,7 +8,7 @@ from typing import Any
 from visitlens.app.components import selector
 from visitlens.app.context import View, describe_needs
 from visitlens.app.documents import segment_choices
-from visitlens.app.state import AGGREGATIONS
+from visitlens.app.state import AGGREGATIONS, common_visits
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
@@ -28,7 +28,7 @@ def controls(page: ModuleType | None, view: View) -> list[Any]:
 
 
 def _visits(page: ModuleType, view: View) -> list[Any]:
-    most = max(view.recorded.plan.visits.values())
+    most = common_visits(view.recorded.plan)
     pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
     a, b = view.visits
     choices = [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs]

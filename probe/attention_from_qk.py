@@ -60,6 +60,6 @@ def _check(run: RecordedRun, layer: int, visit: int, head: int, tokens: tuple[in
     known = np.isfinite(recorded)
     if np.abs(recorded[known] - found[known, 0]).max(initial=0.0) > _NEAR:
         raise RecordingError(
-            f"{run.name}: the attention of layer {layer}, head {head} isn't the plain softmax of its Q and K (a window, a cap or "
-            "a bias), so no map can be made from them; record short contexts with --level maps"
+            f"{run.name}: the attention of layer {layer}, head {head} isn't the plain softmax of its Q and K (a window, a cap, "
+            "a bias, or no causal mask), so no map can be made from them; record short contexts with --level maps"
         )

@@ -185,7 +185,7 @@
     const zoom = options(chart).zoom;
     if (!zoom) return;
     if (zoom.part && change["xaxis.autorange"]) { vl.go(vl.here({ zoom: null })); return; } // a double click
-    if (!zoom.factor || !Object.keys(change).some((key) => /axis\d*\.range/.test(key))) return;
+    if (zoom.factor < 2 || !Object.keys(change).some((key) => /axis\d*\.range/.test(key))) return;
     const xs = plot.layout.xaxis.range, ys = plot.layout.yaxis.range;
     const part = (range, starts) => {
       const [low, high] = [Math.min(...range), Math.max(...range)].map(Math.round);

@@ -128,6 +128,7 @@ class Visitor:
     def click_cell(self, key: str, trace: int, row: int, column: int) -> None:
         """The middle of a cell of a panel's heat map."""
         chart = self.charted(key)
+        chart.scroll_into_view_if_needed()
         x, y = chart.evaluate(
             """(chart, [t, row, column]) => {
                 const plot = chart.querySelector('.js-plotly-plot'), trace = plot._fullData[t];
