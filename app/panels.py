@@ -13,7 +13,7 @@ from visitlens.app.context import View
 from visitlens.probe.cross_visit import TwoVisits
 from visitlens.probe.figures.drawing import HEAD_MARGIN
 from visitlens.probe.figures.export import Drawing
-from visitlens.probe.figures.generic import label_text, plot_stat
+from visitlens.probe.figures.generic import label_text, stat_json
 from visitlens.probe.figures.series import INTERVAL, csv_rows
 from visitlens.probe.figures.theme import Theme
 from visitlens.probe.measure import StatArray
@@ -39,7 +39,7 @@ class Panel:
 
     key: str
     title: str
-    draw: Callable[[Theme], go.Figure]
+    draw: Callable[[Theme], plots.Plot | go.Figure]
     caption: Sequence[str]
     data: Callable[[], Mapping[str, Any]]
     rows: Callable[[], Sequence[Mapping[str, Any]]]
@@ -53,10 +53,10 @@ class Panel:
     height: int | None = None
 
     def chart(self, theme: Theme) -> dict[str, Any]:
-        """The picture for the page, which has the title: as wide as its frame. As JSON, without drawing it twice."""
-        plot = self.draw(theme).to_plotly_json()
-        layout = plot["layout"]
-        less = 0
+        """The picture for the page, which has the title: as wide as its frame."""
+        drawn = self.draw(theme)
+        plot = drawn.to_plotly_json() if isinstance(drawn, go.Figure) else drawn
+        layout, less = dict(plot["layout"]), 0
         if layout.get("title", {}).get("text"):
             less = min(HEAD_MARGIN - _TOP, max(layout.get("margin", {}).get("t", HEAD_MARGIN) - _TOP, 0))
             layout["margin"] = {**layout.get("margin", {}), "t": layout.get("margin", {}).get("t", HEAD_MARGIN) - less}
@@ -64,7 +64,7 @@ class Panel:
         layout.pop("width", None)
         layout["height"] = self.height or layout.get("height", 420) - less
         layout["autosize"] = True
-        return plot
+        return {"data": plot["data"], "layout": layout}
 
 
 def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str = "", **options: Any) -> Panel:
@@ -72,7 +72,7 @@ def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str =
     return Panel(
         key=key,
         title=title or stat.measure.title,
-        draw=lambda theme: plot_stat(stat, theme),
+        draw=lambda theme: stat_json(stat, theme),
         caption=stat_caption(stat),
         data=stat.to_dict,
         rows=lambda: stat_rows(stat),
@@ -131,7 +131,7 @@ def maps_panel(
     names = {"rows": rows, "columns": columns, "row_title": row_title, "column_title": column_title}
     unit = stat.measure.unit
 
-    def draw(theme: Theme) -> go.Figure:
+    def draw(theme: Theme) -> plots.Plot:
         if two.earlier is None or two.later is None:
             return plots.one_map(theme, stat.values, **names, unit=unit, selected=cell)
         titles = (

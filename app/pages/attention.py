@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.attention import (
@@ -24,7 +23,7 @@ from visitlens.app.context import View
 from visitlens.app.documents import segment_choices
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
-from visitlens.app.plots import Line, visit_maps
+from visitlens.app.plots import Line, Plot, visit_maps
 from visitlens.kernels.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.figures.theme import Theme, token_text
@@ -84,7 +83,7 @@ def map_panel(view: View) -> Panel:
         maps_earlier, maps_later, rows=region.get("rows"), columns=region.get("columns")
     )
 
-    def draw(theme: Theme) -> go.Figure:
+    def draw(theme: Theme) -> Plot:
         rows = [_label(place.start + int(i), texts[int(i)], earlier.factor) for i in earlier.row_starts]
         columns = [_label(place.start + int(i), texts[int(i)], earlier.factor) for i in earlier.column_starts]
         titles = (f"visit {a}", f"visit {b}", f"difference: visit {b} − visit {a}")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.attention import key_changes, source
@@ -15,6 +14,7 @@ from visitlens.app.context import View, routed
 from visitlens.app.controls import measures
 from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
+from visitlens.app.plots import Plot, plot
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text
 from visitlens.probe.measure import Measure, json_numbers
@@ -145,32 +145,35 @@ def _line(
     labels = {"earlier": f"visit {a}", "later": f"visit {b}", "between": f"visits {a} and {b}"}
     places = list(range(window.start, window.stop))
 
-    def draw(theme: Theme) -> go.Figure:
-        figure = go.Figure()
+    def draw(theme: Theme) -> Plot:
+        traces = []
         for key, label in labels.items():
             if key not in values:
                 continue
             style = theme.visit({"earlier": a, "later": b, "between": 1}[key])
-            figure.add_scatter(
-                x=places,
-                y=json_numbers(values[key]),
-                name=label,
-                mode="lines",
-                line={"color": style.colour, "dash": style.dash, "width": 1.4},
-                customdata=[token_text(text) for text in texts],
-                hovertemplate="token %{x} “%{customdata}”: %{y:.4f}",
+            traces.append(
+                {
+                    "type": "scatter",
+                    "x": places,
+                    "y": json_numbers(values[key]),
+                    "name": label,
+                    "mode": "lines",
+                    "line": {"color": style.colour, "dash": style.dash, "width": 1.4},
+                    "customdata": [token_text(text) for text in texts],
+                    "hovertemplate": "token %{x} “%{customdata}”: %{y:.4f}",
+                }
             )
-        if view.selection.token is not None:
-            figure.add_vline(x=view.selection.token, line={"color": theme.muted, "width": 1})
-        figure.update_xaxes(title_text="token")
-        figure.update_yaxes(title_text=escape(measure.unit))
-        return figure.update_layout(
-            template=theme.template(),
-            height=280,
-            margin={"t": 34, "l": 60, "r": 16, "b": 46},
-            showlegend="between" not in values,
-            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        )
+        layout: dict[str, Any] = {
+            "xaxis": {"title": {"text": "token"}},
+            "yaxis": {"title": {"text": escape(measure.unit)}},
+            "margin": {"t": 34, "l": 60, "r": 16, "b": 46},
+            "showlegend": "between" not in values,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        }
+        if (token := view.selection.token) is not None:
+            upright = {"type": "line", "x0": token, "x1": token, "yref": "y domain", "y0": 0, "y1": 1}
+            layout["shapes"] = [{**upright, "line": {"color": theme.muted, "width": 1}}]
+        return plot(theme, traces, layout, 280)
 
     def rows() -> list[dict[str, Any]]:
         return [
