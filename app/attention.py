@@ -109,7 +109,7 @@ def place_of(view: View, token: int | None, context: int | None = None) -> Place
     if source(view) == "qk":
         found = segments(view)
         at = found.of_token(token) if token is not None else segment_of(view, found)
-        start, stop = int(found.bounds[at]), int(found.bounds[at + 1])
+        start, stop = found.span(at)
         size = min(stop - start, MOST_TOKENS)
         return Place("document", at, len(found), start, size, size == stop - start)
     length = run.recording.attention_maps(run.plan.looped_layers[0], 1, 0).shape[-1]

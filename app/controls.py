@@ -9,12 +9,13 @@ from visitlens.app.components import selector
 from visitlens.app.context import View, describe_needs
 from visitlens.app.documents import segment_choices
 from visitlens.app.state import AGGREGATIONS, common_visits
+from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
 
 def controls(page: ModuleType | None, view: View) -> list[Any]:
-    """The recording's always; the page's own where what it needs is there."""
+    """The recording's always; the page's own where what it needs is there and can be read."""
     entries = view.context.registry.entries()
     if not entries or view.entry is None:
         return []
@@ -22,9 +23,10 @@ def controls(page: ModuleType | None, view: View) -> list[Any]:
     found = [selector("recording", "run", runs, view.entry.id)]
     if view.run is None or page is None or describe_needs(view, page.NEEDS):
         return found
-    for name in getattr(page, "CONTROLS", ()):
-        found += _CONTROLS[name](page, view)
-    return found
+    try:
+        return found + [c for name in getattr(page, "CONTROLS", ()) for c in _CONTROLS[name](page, view)]
+    except VisitlensError:  # a damaged shard: the page itself says which
+        return found
 
 
 def _visits(page: ModuleType, view: View) -> list[Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from visitlens.app.context import View
 from visitlens.probe.token_window import Segments
 
 _PICKED = 200
+_LONG = 16
 
 
 def segments(view: View) -> Segments:
@@ -27,13 +26,12 @@ def segment_choices(view: View) -> tuple[list[tuple[str, str]], str]:
     """For the picker: those around the one shown."""
     found = segments(view)
     here = segment_of(view, found)
-    first = max(0, min(here - _PICKED // 2, len(found) - _PICKED))
-    sizes = np.diff(found.bounds)
-    around = range(first, min(first + _PICKED, len(found)))
-    return [(str(n), f"{n + 1} ({sizes[n]} tokens)") for n in around], str(here)
+    beside = found.beside(here)
+    first = max(0, min(here - beside[0][0] - _PICKED // 2, len(beside) - _PICKED))
+    return [(str(n), f"{n + 1:,} ({size} tokens)") for n, size in beside[first : first + _PICKED]], str(here)
 
 
 def _first_long(found: Segments) -> int:
-    sizes = np.diff(found.bounds)
-    long = np.flatnonzero(sizes >= 16)
-    return int(long[0]) if len(long) else int(sizes.argmax())
+    """The first with something to read in it."""
+    beside = found.beside(0)
+    return next((n for n, size in beside if size >= _LONG), max(beside, key=lambda item: item[1])[0])

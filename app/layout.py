@@ -215,9 +215,14 @@ def _content(page: ModuleType, view: View) -> list[Any]:
     try:
         items = page_items(page, view)
     except VisitlensError as error:
-        return [state(f"{page.TITLE}: not for this recording", [str(error)], "partial")]
+        return [state(f"{page.TITLE}: not for this recording", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
     return [html.Div(without_holes(cards), className="panels")]
+
+
+def said(error: VisitlensError, view: View) -> str:
+    """Its message without the folder that the recording lies in: who looks may be on another machine."""
+    return str(error).replace(f"{view.entry.path.parent}/", "") if view.entry else str(error)
 
 
 def without_holes(cards: list[Any]) -> list[Any]:

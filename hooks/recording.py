@@ -186,10 +186,11 @@ class Recording:
         ids = self._over_tokens("routing/ids", tokens, step)
         return ids, self._over_tokens("routing/gate", tokens, step)
 
-    def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
-        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""
+    def token_stat(self, name: str, tokens: Tokens = None, at: int | None = None) -> np.ndarray:
+        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out.
+        `at` reads one step or pair alone, [token, ...]."""
         self._needs("tokens")
-        return self._over_tokens(f"stats/{name}", tokens, slice(None))
+        return self._over_tokens(f"stats/{name}", tokens, slice(None) if at is None else at)
 
     def activation(
         self, site: str, layer: int, visit: int, *, tokens: Tokens = None, head: int | None = None

@@ -56,7 +56,7 @@ def _check(run: RecordedRun, layer: int, visit: int, head: int, tokens: tuple[in
     if "sink_mass" not in run.measures:
         return
     step = run.plan.step(layer, visit).index
-    recorded = run.recording.token_stat("sink_mass", tokens=tokens)[step, :, head]
+    recorded = run.recording.token_stat("sink_mass", tokens, step)[:, head]
     known = np.isfinite(recorded)
     if np.abs(recorded[known] - found[known, 0]).max(initial=0.0) > _NEAR:
         raise RecordingError(

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
+from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 
+import visitlens as vl
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
@@ -74,6 +77,47 @@ def folder(
     shutil.copytree(root / "summary.vlens", root / "corrupt.vlens")
     (root / "corrupt.vlens" / "summary.h5").write_bytes(b"not HDF5")
     return root
+
+
+@pytest.fixture(scope="session")
+def long(
+    make_model: Callable[..., Any],
+    make_text: Callable[..., Any],
+    make_recording: Callable[..., RecordedRun],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Q and K of a document of 700 tokens between two short ones."""
+    path = tmp_path_factory.mktemp("long") / "long.vlens"
+    model, text = make_model(2, context_length=1024), make_text(seed=5, lengths=(20, 700, 9), context=729)
+    make_recording(model, text, path, level="activations", sites=("Q", "K"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A looped model of transformers with dense feed-forward layers (ALBERT, 2 layers three times each), by `visitlens.record`."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("dense")
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "embedding_size": 8,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    layers = {"num_hidden_layers": 6, "num_hidden_groups": 2, "inner_group_num": 1, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, **tokens, **layers))
+    model.eval().save_pretrained(folder / "model")
+    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 61)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    (folder / "text.txt").write_text(" ".join(f"w{3 + i * 7 % 58}" for i in range(40)))
+    options = {"context_length": 48, "attention": "torch"}
+    vl.record(folder / "model", folder / "text.txt", folder / "dense.vlens", level="tokens", **options)
+    return folder / "dense.vlens"
 
 
 @pytest.fixture(scope="session")
