@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from visitlens.kernels.errors import RecordingError
 from visitlens.probe.attention_from_qk import MOST_TOKENS, attention_from_qk, holds_qk
 from visitlens.probe.token_window import changed_keys
 
+_TILE = 512  # rows of a map that are held at once
 MOST_CELLS = 512
 """Rows or columns that a browser draws at ease; larger maps are pooled."""
 
@@ -43,27 +45,9 @@ def pool(
         how: "max" keeps single bright cells, "mean" keeps the mass.
         rows, columns: from and up to, in cells of the whole map; out of range is cut.
     """
-    r0, r1 = _within(rows, values.shape[0])
-    c0, c1 = _within(columns, values.shape[1])
-    part = values[r0:r1, c0:c1]
-    factor = max(1, -(-max(part.shape) // most))
-    reduce = np.fmax.reduceat if how == "max" else np.add.reduceat
-    row_starts, column_starts = np.arange(0, part.shape[0], factor), np.arange(0, part.shape[1], factor)
-    wide = part if how == "max" else np.nan_to_num(part.astype(np.float32))
-    pooled = reduce(reduce(wide, row_starts, axis=0), column_starts, axis=1)
-    if how == "mean":
-        heights, widths = (
-            np.diff(np.append(starts, size)).astype(np.float64)
-            for starts, size in zip((row_starts, column_starts), part.shape, strict=True)
-        )
-        pooled = pooled / (heights[:, None] * widths)
-    return Pooled(pooled, factor, row_starts + r0, column_starts + c0)
-
-
-def _within(part: tuple[int, int] | None, size: int) -> tuple[int, int]:
-    low, high = part or (0, size)
-    low = min(max(low, 0), size - 1)
-    return low, min(max(high, low + 1), size)
+    region = Region.of(values.shape, most, rows, columns)
+    part = values[slice(*region.rows), slice(*region.columns)]
+    return region.pooled(_blocks(part, region.factor, how))
 
 
 def pooled_difference(
@@ -72,13 +56,85 @@ def pooled_difference(
     most: int = MOST_CELLS,
     rows: tuple[int, int] | None = None,
     columns: tuple[int, int] | None = None,
+    how: str = "max",
 ) -> tuple[Pooled, Pooled, Pooled]:
-    """Both maps by their maxima, and of the difference the value that is largest in size in each block, with its sign."""
-    difference = later.astype(np.float32) - earlier.astype(np.float32)
-    highest, lowest = (pool(d, "max", most, rows, columns) for d in (difference, -difference))
-    signed = np.where(highest.values >= lowest.values, highest.values, -lowest.values)
-    kept = Pooled(signed, highest.factor, highest.row_starts, highest.column_starts)
-    return pool(earlier, "max", most, rows, columns), pool(later, "max", most, rows, columns), kept
+    """Both maps pooled, and their difference: of each block its value that is largest in size, with its sign; or the mean."""
+    region = Region.of(earlier.shape, most, rows, columns)
+    return pooled_by_tiles(lambda low, high: (earlier[low:high], later[low:high]), region, how)
+
+
+def pooled_by_tiles(
+    maps: Callable[[int, int], tuple[np.ndarray, np.ndarray]], region: Region, how: str = "max"
+) -> tuple[Pooled, Pooled, Pooled]:
+    """As `pooled_difference`, from some rows of both maps at a time: no whole map is held.
+
+    Args:
+        maps: rows from and up to, whole, at either visit.
+    """
+    step = max(_TILE // region.factor, 1) * region.factor
+    parts: list[tuple[np.ndarray, ...]] = []
+    for low in range(*region.rows, step):
+        tile = maps(low, min(low + step, region.rows[1]))
+        earlier, later = (rows[:, slice(*region.columns)].astype(np.float32, copy=False) for rows in tile)
+        difference = later - earlier
+        kept = _blocks(difference, region.factor, how)
+        if how == "max" and region.factor > 1:
+            lowest = -_blocks(-difference, region.factor, how)
+            kept = np.where(kept >= -lowest, kept, lowest)
+        parts.append((_blocks(earlier, region.factor, how), _blocks(later, region.factor, how), kept))
+    first, second, change = (region.pooled(np.concatenate(blocks)) for blocks in zip(*parts, strict=True))
+    return first, second, change
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a map that is shown, `rows` and `columns` from and up to, and the edge of the blocks it is pooled by."""
+
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    factor: int
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        most: int = MOST_CELLS,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Region:
+        down, across = _within(rows, shape[0]), _within(columns, shape[1])
+        return cls(down, across, max(1, -(-max(down[1] - down[0], across[1] - across[0]) // most)))
+
+    def pooled(self, values: np.ndarray) -> Pooled:
+        return Pooled(values, self.factor, np.arange(*self.rows, self.factor), np.arange(*self.columns, self.factor))
+
+
+def _blocks(values: np.ndarray, factor: int, how: str) -> np.ndarray:
+    """[row, column] of square blocks; those at the far edges may be smaller."""
+    if factor == 1:
+        return values
+    known = values if how == "max" else np.nan_to_num(values.astype(np.float32, copy=False))
+    reduced = _along(_along(known, factor, how), factor, how)
+    if how == "max":
+        return reduced
+    sizes = [np.minimum(factor, n - np.arange(0, n, factor)) for n in values.shape]
+    return reduced / np.outer(*sizes)
+
+
+def _along(values: np.ndarray, factor: int, how: str) -> np.ndarray:
+    """The first axis reduced by blocks, and the axes swapped: twice reduces both."""
+    reduce = np.fmax.reduce if how == "max" else np.add.reduce
+    whole = len(values) // factor * factor
+    found = reduce(values[:whole].reshape(-1, factor, values.shape[1]), axis=1)
+    if whole < len(values):
+        found = np.concatenate([found, reduce(values[whole:], axis=0, keepdims=True)])
+    return np.ascontiguousarray(found.T)
+
+
+def _within(part: tuple[int, int] | None, size: int) -> tuple[int, int]:
+    low, high = part or (0, size)
+    low = min(max(low, 0), size - 1)
+    return low, min(max(high, low + 1), size)
 
 
 @dataclass(frozen=True)
@@ -124,8 +180,8 @@ def place_of(view: View, token: int | None, context: int | None = None) -> Place
     return Place("context", context, len(starts), start, min(int(bounds[context + 1]) - start, length))
 
 
-def both_maps(view: View, place: Place, rows: tuple[int, int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The selected head's maps [query, key] at both visits; `rows` are the queries wanted, counted in the place.
+def both_maps(view: View, place: Place, rows: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows of the selected head's maps [query, key] at both visits; queries are counted in the place.
 
     Raises:
         RecordingError: no map can be made from this model's Q and K.
@@ -136,9 +192,9 @@ def both_maps(view: View, place: Place, rows: tuple[int, int] | None = None) -> 
         span = place.start, place.start + place.tokens
         earlier, later = (attention_from_qk(run, layer, v, view.head, span, rows) for v in view.visits)
         return earlier, later
-    queries = slice(*(rows or (0, place.tokens)))
     earlier, later = (
-        run.recording.attention_maps(layer, v, place.index)[view.head, queries, : place.tokens] for v in view.visits
+        run.recording.attention_maps(layer, v, place.index)[view.head, slice(*rows), : place.tokens]
+        for v in view.visits
     )
     return earlier, later
 
@@ -205,12 +261,10 @@ def key_changes(view: View, token: int) -> html.Section:
 
 
 def mass_ledger(earlier: np.ndarray, later: np.ndarray, texts: list[str]) -> str:
-    """Where one query's attention [key] went, as a sentence: `first token -0.58, “answer” +0.31`."""
+    """Where one query's attention [key] went, as a sentence: first token 0.63 → 0.05 (−0.58), “answer” +0.31, “)” +0.30."""
     change = (later.astype(np.float64) - earlier).round(4)
-    order = np.argsort(-np.abs(change))[:4]
-    parts = [
-        f"{'first token' if j == 0 else f'“{texts[j]}”'} {change[j]:+.2f}".replace("-", "−")
-        for j in order
-        if abs(change[j]) >= 0.005
-    ]
-    return f"From visit to visit: {', '.join(parts)}." if parts else "The attention hardly moves between these visits."
+    others = [j for j in np.argsort(-np.abs(change)) if j and abs(change[j]) >= 0.005][:3]
+    parts = [f"first token {earlier[0]:.2f} → {later[0]:.2f} ({change[0]:+.2f})"]
+    parts += [f"“{texts[j]}” {change[j]:+.2f}" for j in others]
+    rest = "" if others else "; no other key changes by 0.005"
+    return f"From visit to visit: {', '.join(parts)}{rest}.".replace("-", "−")

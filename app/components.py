@@ -185,10 +185,14 @@ def table(
 
 
 def card(title: str, children: Sequence[Any], *, wide: bool = False, key: str = "") -> html.Section:
-    """A titled box that is no panel: a table, a list."""
+    """A titled box that is no panel: a table, a list. A table can be saved as CSV."""
     name = f"title-{key or title.lower().replace(' ', '-')}"
+    tabled = any(getattr(child, "className", "") in ("scroll", "grid") for child in children)
+    save = (
+        [html.Div(icon_button("export", f"Save {title} as CSV", "save-table"), className="actions")] if tabled else []
+    )
     return html.Section(
-        [html.Header([html.H2(title, id=name)]), *children],
+        [html.Header([html.H2(title, id=name), *save]), *children],
         className="panel wide" if wide else "panel",
         **attrs({"aria-labelledby": name}),
     )

@@ -9,7 +9,6 @@ from visitlens.probe.opened import RecordedRun
 
 MOST_TOKENS = 4096
 """Of a document; a longer one is cut, which changes nothing for the queries that are left."""
-_ROWS = 512  # queries whose scores are held at once
 _NEAR = 0.03  # of a share of mass: Q and K may be stored in half precision
 
 
@@ -22,7 +21,7 @@ def holds_qk(run: RecordedRun) -> bool:
 def attention_from_qk(
     run: RecordedRun, layer: int, visit: int, head: int, tokens: tuple[int, int], rows: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """P [query, key] f2 of one head over one document: softmax(Q K^T / sqrt(d)), causal.
+    """P [query, key] f4 of one head over one document: softmax(Q K^T / sqrt(d)), causal.
 
     Args:
         tokens: the document's first token and the one after its last, ordinals of the recording.
@@ -35,19 +34,17 @@ def attention_from_qk(
     recording, (start, stop) = run.recording, tokens
     first, last = rows or (0, stop - start)
     stop = start + last  # no query sees further
-    queries = recording.activation("Q", layer, visit, tokens=(start + first, stop), head=head)
+    queries = recording.activation("Q", layer, visit, tokens=(start + first, stop), head=head).astype(np.float32)
     shared = recording.config["num_heads"] // recording.config["num_kv_heads"]
     keys = recording.activation("K", layer, visit, tokens=(start, stop), head=head // shared).astype(np.float32)
-    found = np.zeros((last - first, (tokens[1] - start)), dtype=np.float16)
-    for at in range(0, len(found), _ROWS):
-        part = queries[at : at + _ROWS].astype(np.float32)
-        seen = first + at + len(part)
-        scores = part @ keys[:seen].T * np.float32(part.shape[-1] ** -0.5)
-        scores[np.arange(seen) > np.arange(first + at, seen)[:, None]] = -np.inf
-        scores -= scores.max(1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(1, keepdims=True)
-        found[at : at + len(part), :seen] = scores
+    found = np.zeros((last - first, tokens[1] - start), dtype=np.float32)
+    seen = found[:, :last]
+    np.matmul(queries * np.float32(queries.shape[-1] ** -0.5), keys.T, out=seen)
+    future = seen[:, first:]
+    future[np.triu_indices(last - first, 1)] = -np.inf
+    seen -= seen.max(1, keepdims=True)
+    np.exp(seen, out=seen)
+    seen /= seen.sum(1, keepdims=True)
     _check(run, layer, visit, head, (start + first, stop), found)
     return found
 

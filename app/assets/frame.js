@@ -143,6 +143,7 @@
     maximise: (button) => maximise(button.closest(".panel")),
     pin: (button) => pin(button.closest(".panel")),
     unpin: (button) => { button.closest(".pinned").remove(); vl.toast("Unpinned"); },
+    "save-table": (button) => saveTable(button.closest(".panel")),
     keep: () => {
       const kept = vl.get("kept", []).filter((k) => k.href !== window.location.href);
       kept.unshift({ text: document.title.replace(" · visitlens", "") + describe(), kind: "kept", href: window.location.href });
@@ -161,6 +162,28 @@
   function describe() {
     const names = [...new URLSearchParams(window.location.search)].filter(([k]) => k !== "run").map(([k, v]) => `${k} ${v}`);
     return names.length ? ": " + names.join(", ") : "";
+  }
+
+  // A card's table as a file: what it shows, with the address it came from.
+  function saveTable(panel) {
+    const title = panel.querySelector("h2").textContent;
+    const fileName = title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) + ".csv";
+    if (panel.querySelector(".ag-root-wrapper")) {
+      window.dash_ag_grid.getApi("heads-table").exportDataAsCsv({ fileName });
+      return;
+    }
+    const cell = (text) => {
+      const plain = text.trim().replace(/^−/, "-");
+      const inert = /^[=+@-]/.test(plain) && !isFinite(plain) ? "'" + plain : plain; // no formula for a spreadsheet
+      return `"${inert.replace(/"/g, '""')}"`;
+    };
+    const rows = [...panel.querySelectorAll("table tr")].map((row) => [...row.cells].map((c) => cell(c.innerText)).join(","));
+    const about = [`# panel: ${title}`, `# page: ${window.location.href}`];
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([[...about, ...rows].join("\n") + "\n"], { type: "text/csv" }));
+    link.download = fileName;
+    link.click();
+    window.setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
   async function copy(text, said) {

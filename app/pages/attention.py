@@ -10,11 +10,12 @@ from dash import html
 from visitlens.app.attention import (
     Place,
     Pooled,
+    Region,
     both_maps,
     key_changes,
     looped_layer,
     place_of,
-    pooled_difference,
+    pooled_by_tiles,
     source,
     token_texts,
 )
@@ -31,8 +32,8 @@ from visitlens.probe.figures.theme import Theme, token_text
 PATH, TITLE, ORDER = "/attention", "Attention", 22
 NEEDS = ("looped",)
 CONTROLS = ("visits", "layer", "head")
-PARAMETERS = ("context", "zoom")
-_ROWS = 1000
+PARAMETERS = ("context", "zoom", "pool")
+_ROWS, _TILE = 1000, 512
 
 
 def layout(view: View) -> list[Any]:
@@ -75,13 +76,12 @@ def map_panel(view: View) -> Panel:
     asked = extra.get("context", "")
     place = place_of(view, token, int(asked) if asked.isdigit() and len(asked) < 10 else None)
     layer = looped_layer(view)
-    maps_earlier, maps_later = both_maps(view, place)
-    region = parse_zoom(extra.get("zoom", ""), place.tokens)
+    zoomed = parse_zoom(extra.get("zoom", ""), place.tokens)
+    region = Region.of((place.tokens, place.tokens), **zoomed)
+    how = "mean" if extra.get("pool") == "mean" else "max"
+    earlier, later, difference = pooled_by_tiles(lambda *rows: both_maps(view, place, rows), region, how)
     texts = token_texts(view, place)
     a, b = view.visits
-    earlier, later, difference = pooled_difference(
-        maps_earlier, maps_later, rows=region.get("rows"), columns=region.get("columns")
-    )
 
     def draw(theme: Theme) -> Plot:
         rows = [_label(place.start + int(i), texts[int(i)], earlier.factor) for i in earlier.row_starts]
@@ -89,8 +89,8 @@ def map_panel(view: View) -> Panel:
         titles = (f"visit {a}", f"visit {b}", f"difference: visit {b} − visit {a}")
         return visit_maps(
             theme,
-            earlier.values.astype(np.float32),
-            later.values.astype(np.float32),
+            earlier.values,
+            later.values,
             difference.values,
             titles=titles,
             rows=rows,
@@ -100,28 +100,37 @@ def map_panel(view: View) -> Panel:
             unit="share of mass",
             column_ticks=[str(place.start + int(i)) for i in earlier.column_starts],
             height=470,
-            selected=_cell(place, token, maps_earlier, maps_later) if earlier.factor == 1 and not region else None,
+            selected=None if earlier.factor > 1 or zoomed else _cell(place, token, difference.values),
         )
 
     def rows() -> list[dict[str, Any]]:
-        change = maps_later.astype(np.float32) - maps_earlier
-        order = np.argpartition(-np.abs(change), min(_ROWS, change.size - 1), axis=None)[:_ROWS]
-        order = order[np.argsort(-np.abs(change).ravel()[order], kind="stable")]
+        """Of the whole map, where it changes most; a pooled one is gone through in tiles."""
+        kept: list[tuple[float, int, int, float, float]] = []
+        for low in range(0, place.tokens, _TILE):
+            tile = both_maps(view, place, (low, min(low + _TILE, place.tokens)))
+            before, after = (values.astype(np.float32) for values in tile)
+            change = after - before
+            order = np.argsort(-np.abs(change), axis=None, kind="stable")[:_ROWS]
+            places = zip(*np.unravel_index(order, change.shape), strict=True)
+            kept += [
+                (float(change[i, j]), low + int(i), int(j), float(before[i, j]), float(after[i, j])) for i, j in places
+            ]
+        kept.sort(key=lambda cell: -abs(cell[0]))
         return [
             {
-                "query": place.start + int(i),
+                "query": place.start + i,
                 "query text": texts[i],
-                "key": place.start + int(j),
+                "key": place.start + j,
                 "key text": texts[j],
-                f"visit {a}": float(maps_earlier[i, j]),
-                f"visit {b}": float(maps_later[i, j]),
-                "difference": float(change[i, j]),
+                f"visit {a}": before,
+                f"visit {b}": after,
+                "difference": change,
             }
-            for i, j in zip(*np.unravel_index(order, change.shape), strict=True)
+            for change, i, j, before, after in kept[:_ROWS]
         ]
 
     pooled = (
-        f" Pooled {earlier.factor}x: each cell is the largest of {earlier.factor} x {earlier.factor}; drag to zoom in."
+        f" Pooled {region.factor}x: each cell is the {'mean' if how == 'mean' else 'largest'} of {region.factor} x {region.factor}; drag to zoom in, double-click for the whole."
         if earlier.factor > 1
         else ""
     )
@@ -139,7 +148,8 @@ def map_panel(view: View) -> Panel:
             "layer": layer,
             "head": view.head,
             "visits": [a, b],
-            "pooled": earlier.factor,
+            "pooled": region.factor,
+            "pooled by": how,
             "queries": (place.start + earlier.row_starts).tolist(),
             "keys": (place.start + earlier.column_starts).tolist(),
             "tokens": texts,
@@ -151,11 +161,12 @@ def map_panel(view: View) -> Panel:
         links={"path": "/attention", "y": "token", "keep": _kept(place)},
         linked=True,
         morph=(0, 1),
-        zoom=_zoom(earlier, region) if earlier.factor > 1 or region else None,
+        zoom=_zoom(earlier, bool(zoomed)) if region.factor > 1 or zoomed else None,
         wide=True,
         tools=[
             _picker(view, place),
-            *([html.A("whole map", href=view.href(zoom=None), className="text-button")] if region else []),
+            *([_pooling(how)] if region.factor > 1 else []),
+            *([html.A("whole map", href=view.href(zoom=None), className="text-button")] if zoomed else []),
         ],
     )
 
@@ -167,6 +178,10 @@ def _picker(view: View, place: Place) -> Any:
     return selector(
         "context", "context", [(str(n), str(n + 1)) for n in range(min(place.count, 500))], str(place.index)
     )
+
+
+def _pooling(how: str) -> Any:
+    return selector("pooled by", "pool", [("max", "largest"), ("mean", "mean")], how)
 
 
 def _kept(place: Place) -> dict[str, str]:
@@ -194,13 +209,9 @@ def parse_zoom(text: str, size: int) -> dict[str, tuple[int, int]]:
     return {"rows": (r0, r1), "columns": (c0, c1)} if r0 < r1 and c0 < c1 else {}
 
 
-def _zoom(pooled: Pooled, region: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    return {
-        "factor": pooled.factor,
-        "rows": pooled.row_starts.tolist(),
-        "columns": pooled.column_starts.tolist(),
-        "part": bool(region),
-    }
+def _zoom(pooled: Pooled, part: bool) -> dict[str, Any]:
+    rows, columns = pooled.row_starts.tolist(), pooled.column_starts.tolist()
+    return {"factor": pooled.factor, "rows": rows, "columns": columns, "part": part}
 
 
 def _label(token: int, text: str, factor: int) -> str:
@@ -208,12 +219,12 @@ def _label(token: int, text: str, factor: int) -> str:
     return f"{token} {token_text(text[:14])}" if factor == 1 else f"{token}+"
 
 
-def _cell(place: Place, token: int | None, earlier: np.ndarray, later: np.ndarray) -> tuple[int, int] | None:
+def _cell(place: Place, token: int | None, change: np.ndarray) -> tuple[int, int] | None:
     """The chosen query and the key that changes most for it."""
     if token is None or token not in place:
         return None
     at = token - place.start
-    return at, int(np.abs(later[at].astype(np.float32) - earlier[at]).argmax())
+    return at, int(np.abs(change[at]).argmax())
 
 
 def _sink(view: View) -> Panel:

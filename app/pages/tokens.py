@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.attention import key_changes, source
+from visitlens.app.attention import key_changes, looped_layer, source
 from visitlens.app.components import attrs, card, number, table
 from visitlens.app.context import View, routed
 from visitlens.app.controls import measures
@@ -43,12 +43,12 @@ def layout(view: View) -> list[Any]:
     window = found.window(segment, view.selection.token)
     name = metric(view)
     pairs = view.recorded.plan.visit_pairs(*view.visits)
-    pair = next((pair for pair in pairs if pair.layer == view.layer), pairs[0])
+    pair = next(pair for pair in pairs if pair.layer == looped_layer(view))
     head = view.head if view.selection.agg == "each" and "head" in view.recorded.stat(name).axes else None
     values = window.values(name, pair, head)
     texts = view.context.texts.texts(view.recorded, window.table["id"])
     items: list[Any] = [
-        _text(view, window, segment, len(found), name, values, texts),
+        _text(view, window, segment, found.span(segment), len(found), name, values, texts),
         _line(view, window, name, values, texts, head),
     ]
     token = view.selection.token
@@ -74,6 +74,7 @@ def _text(
     view: View,
     window: TokenWindow,
     segment: int,
+    span: tuple[int, int],
     count: int,
     name: str,
     values: dict[str, np.ndarray],
@@ -100,12 +101,13 @@ def _text(
             )
         )
     measure = view.recorded.stat(name).measure
-    what = f"{measure.title}: {'later visit minus earlier' if diverges else 'between the visits'}, layer {view.layer}"
+    what = f"{measure.title}: {'later visit minus earlier' if diverges else 'between the visits'}, layer {looped_layer(view)}"
     steps = [
         html.A("← previous document", href=view.href(segment=segment - 1, token=None))
         if segment
         else html.Span("← previous document"),
         html.Span(f"document {segment + 1:,} of {count:,}, tokens {window.start:,} to {window.stop - 1:,}"),
+        *_parts(view, window, segment, span),
         html.A("next document →", href=view.href(segment=segment + 1, token=None))
         if segment + 1 < count
         else html.Span("next document →"),
@@ -136,6 +138,16 @@ def _text(
         wide=True,
         key="text",
     )
+
+
+def _parts(view: View, window: TokenWindow, segment: int, span: tuple[int, int]) -> list[html.A]:
+    """Of a document that is too long for one window: its part before and after this one."""
+    parts = []
+    if window.start > span[0]:
+        parts.append(html.A("part before", href=view.href(segment=segment, token=window.start - 1)))
+    if window.stop < span[1]:
+        parts.append(html.A("part after", href=view.href(segment=segment, token=window.stop)))
+    return parts
 
 
 def _line(
@@ -193,12 +205,12 @@ def _line(
         title=f"{measure.title}, token by token",
         draw=draw,
         caption=[
-            f"n = {len(places):,} tokens of one document, layer {view.layer}; {over}; unit: {measure.unit}. No interval: each token's own value.",
+            f"n = {len(places):,} tokens of one document, layer {looped_layer(view)}; {over}; unit: {measure.unit}. No interval: each token's own value.",
             f"Definition: {measure.definition} ({measure.paper})",
         ],
         data=lambda: {
             "measure": measure.name,
-            "layer": view.layer,
+            "layer": looped_layer(view),
             "tokens": places,
             **{k: json_numbers(v) for k, v in values.items()},
         },
@@ -236,7 +248,7 @@ def _experts(view: View, experts: Experts, token: int, text: str) -> html.Sectio
     chance = k * k / view.recorded.recording.config["num_experts"]
     said = f"{len(experts.kept)} of {k} experts kept, {len(experts.dropped)} dropped, {len(experts.new)} new; uniform chance keeps {chance:.2f}."
     return card(
-        f"Experts of token {token} “{_visible(text)}”, layer {view.layer}",
+        f"Experts of token {token} “{_visible(text)}”, layer {looped_layer(view)}",
         [
             html.P(said, className="figure-line"),
             table(columns, rows, "Experts of one token at two visits, with their gates."),
@@ -267,7 +279,7 @@ def _values(view: View, window: TokenWindow, at: int, pair: Any, text: str) -> h
     ]
     note = "Values of this token, mean over heads; the last column is the mean over all tokens and layers."
     return card(
-        f"Values of token {window.start + at} “{_visible(text)}”, layer {view.layer}",
+        f"Values of token {window.start + at} “{_visible(text)}”, layer {looped_layer(view)}",
         [table(columns, rows, note, key="name", current=metric(view))],
         key="values",
     )
