@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
+from plotly.io.json import to_json_plotly
 
 from visitlens.app.context import View
 from visitlens.app.panels import Panel
@@ -24,16 +25,17 @@ def attrs(found: Mapping[str, str]) -> Any:
 
 
 def panel_card(panel: Panel, view: View) -> html.Section:
-    """The panel as a landmark: title, actions, chart under the keyboard, caption, table."""
+    """The panel as a landmark: title, actions, chart under the keyboard, caption, table.
+
+    A script draws the chart (charts.js), those in sight first: a `dcc.Graph` would draw all of a page before anything shows.
+    """
     plot = panel.chart(view.theme)
     height = plot["layout"]["height"]
     options = {"links": panel.links, "linked": panel.linked, "morph": panel.morph, "zoom": panel.zoom}
-    graph = dcc.Graph(
-        id={"type": "graph", "panel": panel.key},
-        figure=plot,
-        config=GRAPH_CONFIG,
-        responsive=True,
+    graph = html.Div(
+        className="graph",
         style={"height": f"{height}px"},
+        **attrs({"data-figure": to_json_plotly(plot), "data-config": json.dumps(GRAPH_CONFIG)}),
     )
     title = f"title-{panel.key}"
     keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")

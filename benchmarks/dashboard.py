@@ -4,7 +4,8 @@ python benchmarks/dashboard.py --tokens 1000000 --out benchmarks/results/dashboa
 python benchmarks/dashboard.py --recording run.vlens
 
 The real command serves, a real Chromium looks. Milliseconds are the browser's own, from the navigation or the click: until
-the page is shown, and until its last chart is drawn. `server` is what the server's process computed meanwhile. Medians.
+the page is shown, and until the charts in sight are drawn. `browser` and `server` are what the page's main thread and the server's
+process computed meanwhile: their sum is what a quiet machine would take. Medians.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import describe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -52,17 +53,20 @@ CLICKS = {
 }
 MAP = "attention?layer=1&head=1&segment=0"
 WATCH = """
-window.until = (shown) => new Promise((done) => {
+window.until = (clicked) => new Promise((done) => {
   const times = {};
   const look = () => {
     const page = document.querySelector("body:not([data-busy]) main .panels");
     if (page && !times.shown) times.shown = performance.now();
-    const charts = [...document.querySelectorAll("main .chart")];
-    if (page && charts.every((c) => c.querySelector(".main-svg") && c.querySelector(".js-plotly-plot").calcdata))
+    const charts = [...document.querySelectorAll("main .chart")].filter((c) => {
+      const at = c.getBoundingClientRect();
+      return at.bottom > 0 && at.top < window.innerHeight;
+    });
+    if (page && charts.every((c) => c.querySelector(".plot-container[aria-hidden]")))
       { times.drawn = performance.now(); done(times); return; }
-    requestAnimationFrame(look);
+    setTimeout(look, 5);
   };
-  shown ? requestAnimationFrame(() => requestAnimationFrame(look)) : look();
+  clicked ? setTimeout(look, 30) : look();
 });
 """
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
@@ -138,20 +142,31 @@ def looking(chromium: Browser) -> Iterator[Page]:
     context.close()
 
 
+def busy(session: CDPSession) -> float:
+    """Milliseconds that the page's main thread computed since it was loaded."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(m["value"] for m in metrics if m["name"] == "TaskDuration") * 1000
+
+
 def opened(page: Page, server: Server, path: str = "") -> dict[str, float]:
     """Loads an address; times count from the navigation."""
-    before = server.cpu()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before, idle = server.cpu(), busy(session)
     page.goto(server.url + path)
     found = page.evaluate("until(false)")
-    return {**found, "server": server.cpu() - before}
+    after = busy(session)
+    return {**found, "browser": after - idle if after >= idle else after, "server": server.cpu() - before}
 
 
 def clicked(page: Page, server: Server, path: str) -> dict[str, float]:
     """Follows a link within the page; times count from the click."""
-    before = server.cpu()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before, idle = server.cpu(), busy(session)
     go = "async (href) => { const at = performance.now(); window.visitlens.go(href); const t = await until(true);"
     found = page.evaluate(go + " return { shown: t.shown - at, drawn: t.drawn - at }; }", server.url + path)
-    return {**found, "server": server.cpu() - before}
+    return {**found, "browser": busy(session) - idle, "server": server.cpu() - before}
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, int]:

@@ -4,7 +4,7 @@
   const vl = (window.visitlens = window.visitlens || {});
   const config = () => JSON.parse(document.getElementById("_dash-config").textContent);
   const prefix = () => config().requests_pathname_prefix || "/";
-  const outside = ["export/", "snapshot/", "health", "assets/"];
+  const outside = ["export/", "snapshot/", "health", "assets/", "plotly.min.js"];
 
   vl.get = function (key, otherwise) {
     try { return JSON.parse(window.localStorage.getItem("visitlens:" + key)) ?? otherwise; } catch { return otherwise; }
@@ -106,7 +106,7 @@
     for (const twin of document.querySelectorAll(".table-twin[open] .twin")) fill(twin);
     const current = document.querySelector(".text .token[aria-current]");
     if (current && document.activeElement === document.body) current.focus({ preventScroll: true });
-    vl.attach();
+    vl.draw();
   }
 
   window.addEventListener("popstate", () => { document.body.dataset.busy = "1"; });
