@@ -62,7 +62,7 @@ window.until = (clicked) => new Promise((done) => {
       const at = c.getBoundingClientRect();
       return at.bottom > 0 && at.top < window.innerHeight;
     });
-    if (page && charts.every((c) => c.querySelector(".plot-container[aria-hidden]")))
+    if (page && charts.every((c) => c.querySelector(".graph[data-drawn]")))
       { times.drawn = performance.now(); done(times); return; }
     setTimeout(look, 5);
   };

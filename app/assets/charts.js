@@ -16,6 +16,9 @@
       drawn.delete(box);
     }
     for (const left of document.querySelectorAll("main .plot-container")) if (!left.closest(".graph")) left.remove();
+    for (const box of document.querySelectorAll("main .graph[data-drawn]")) {
+      if (drawn.get(box) !== box.dataset.figure) delete box.dataset.drawn;
+    }
     if (document.querySelector("main .graph")) plotly().then(next); else idle(plotly);
   };
 
@@ -27,8 +30,8 @@
     const figure = JSON.parse(box.dataset.figure);
     drawn.set(box, box.dataset.figure);
     const plot = box.firstChild || box.appendChild(document.createElement("div"));
-    window.Plotly.react(plot, figure.data, figure.layout, JSON.parse(box.dataset.config)).then(() => {
-      attach(box.parentElement, plot);
+    const done = () => { attach(box.parentElement, plot); box.dataset.drawn = "yes"; };
+    window.Plotly.react(plot, figure.data, figure.layout, JSON.parse(box.dataset.config)).then(done).catch(console.error).then(() => {
       const more = waiting.some((other) => other !== box && inSight(other));
       if (more) turn = window.setTimeout(next, 0); else idle(next);
     });

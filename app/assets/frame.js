@@ -69,7 +69,6 @@
       },
       shown: function (children, title, entries) {
         if (!children) return "";
-        delete document.body.dataset.busy;
         vl.entries = entries || [];
         if (title) document.title = title;
         window.requestAnimationFrame(() => settle(title));
@@ -107,6 +106,7 @@
     const current = document.querySelector(".text .token[aria-current]");
     if (current && document.activeElement === document.body) current.focus({ preventScroll: true });
     vl.draw();
+    delete document.body.dataset.busy;
   }
 
   window.addEventListener("popstate", () => { document.body.dataset.busy = "1"; });

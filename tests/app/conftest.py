@@ -27,6 +27,8 @@ from visitlens.probe.opened import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
 """What is there once a page is drawn."""
+LEAVE = "localStorage.clear(); document.getElementById('tray').replaceChildren(); document.getElementById('palette').close()"
+"""What a person does who leaves a tab to the next one."""
 
 
 @dataclass
@@ -148,8 +150,13 @@ class Visitor:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def open(self, path: str = "") -> None:
-        self.page.goto(self.site.url + path.lstrip("/"))
+    def open(self, path: str = "", *, load: bool = False) -> None:
+        """As a link does where a page of the site is shown already, else (or with `load`) by its address."""
+        address = self.site.url + path.lstrip("/")
+        if load or not self.page.url.startswith(self.site.url) or self.page.url == address:
+            self.page.goto(address)
+        else:
+            self.page.evaluate("(href) => window.visitlens.go(href)", address)
         self.settled()
 
     def settled(self) -> None:
@@ -159,7 +166,7 @@ class Visitor:
     def charted(self, key: str) -> Locator:
         """A panel's chart, once Plotly has drawn it and the keyboard reaches it."""
         chart = self.page.locator(f"#panel-{key} .chart")
-        chart.locator(".plot-container[aria-hidden]").wait_for(state="attached", timeout=60_000)
+        chart.locator(".graph[data-drawn]").wait_for(state="attached", timeout=60_000)
         return chart
 
     def choose(self, selector: str, value: str) -> None:
@@ -235,19 +242,31 @@ def shared_profiles(profile: Callable[[str], BrowserContext]) -> dict[str, Brows
     return {theme: profile(theme) for theme in ("light", "dark")}
 
 
+@pytest.fixture(scope="session")
+def open_tabs() -> dict[tuple[str, str], Page]:
+    """By site and theme: tabs that go from test to test, with the dashboard loaded."""
+    return {}
+
+
 @pytest.fixture
 def meet(
-    profile: Callable[[str], BrowserContext], shared_profiles: dict[str, BrowserContext]
+    profile: Callable[[str], BrowserContext],
+    shared_profiles: dict[str, BrowserContext],
+    open_tabs: dict[tuple[str, str], Page],
 ) -> Iterator[Callable[..., Visitor]]:
-    """Factory: `meet(site, theme="light", fresh=False)` is a person; `fresh` with a browser profile of their own."""
-    contexts, visitors = [], []
+    """Factory: `meet(site, theme="light", fresh=False, stay=False)` is a person; `fresh` with a browser profile of their
+    own, `stay` in the tab that the last one left open."""
+    contexts, visitors, staying, heard = [], [], [], []
 
-    def make(site: Site, theme: str = "light", *, fresh: bool = False) -> Visitor:
+    def make(site: Site, theme: str = "light", *, fresh: bool = False, stay: bool = False) -> Visitor:
         context = profile(theme) if fresh else shared_profiles[theme]
         if fresh:
             contexts.append(context)
-        visitor = Visitor(context.new_page(), site)
+        tab = open_tabs.pop((site.url, theme), None) if stay else None
+        visitor = Visitor(tab or context.new_page(), site)
         visitors.append(visitor)
+        if stay:
+            staying.append((visitor, theme))
         origin = re.match(r"http://[^/]+", site.url)
         assert origin is not None
 
@@ -256,12 +275,25 @@ def meet(
             if not asked.url.startswith((origin[0], "data:", "blob:")):
                 visitor.outside.append(asked.url)
 
-        visitor.page.on("request", request)
-        visitor.page.on("pageerror", lambda error: visitor.errors.append(str(error)))
-        visitor.page.on("console", lambda m: m.type == "error" and visitor.errors.append(m.text))
+        listeners = {
+            "request": request,
+            "pageerror": lambda error: visitor.errors.append(str(error)),
+            "console": lambda m: m.type == "error" and visitor.errors.append(m.text),
+        }
+        for event, listener in listeners.items():
+            visitor.page.on(event, listener)  # type: ignore[call-overload]  (literal names)
+        heard.append((visitor.page, listeners))
         return visitor
 
     yield make
+    for page, listeners in heard:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+    for visitor, theme in staying:
+        if visitor.page.url.startswith(visitor.site.url):
+            visitor.page.evaluate(LEAVE)
+            open_tabs[visitor.site.url, theme] = visitor.page
+            visitors.remove(visitor)
     for visitor in visitors:
         visitor.page.evaluate("localStorage.clear()")
         visitor.page.close()
@@ -272,7 +304,7 @@ def meet(
 @pytest.fixture
 def visit(meet: Callable[..., Visitor], site: Site) -> Iterator[Visitor]:
     """A person at `site`; at the end nothing left the machine and nothing went wrong in the browser."""
-    visitor = meet(site)
+    visitor = meet(site, stay=True)
     yield visitor
     assert not visitor.outside
     assert not visitor.errors

@@ -73,7 +73,7 @@ def test_two_tabs_keep_their_own_selection(visit, meet, site) -> None:
 
 
 def test_keyboard_alone_reaches_a_cell_hears_its_value_and_opens_it(visit) -> None:
-    visit.open("heads?run=looped")
+    visit.open("heads?run=looped", load=True)
     visit.charted("map")
     visit.page.keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.className") == "skip"
@@ -254,7 +254,7 @@ def test_behind_a_prefix_with_the_rest_of_the_machine_out_of_reach(meet, serve, 
 
 
 def test_a_page_is_light_and_few_requests(visit) -> None:
-    visit.open("?run=looped")
+    visit.open("?run=looped", load=True)
     visit.page.wait_for_timeout(300)
     assert len(visit.requests) < 45, len(visit.requests)
     weights = visit.page.evaluate(
