@@ -10,7 +10,7 @@ import itertools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,11 +184,11 @@ class Recording:
 
         return self._files.use(self, first, look)
 
-    def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
+    def token_table(self, tokens: Tokens = None, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
         """`id`, `segment`, `pos`, each [token]; of generated texts also `generated`, 0 in the prompt and n at the n-th token
-        after it: with a step's visit, the label (generated token, visit)."""
+        after it: with a step's visit, the label (generated token, visit). `names` reads those alone."""
         self._needs("tokens")
-        names = ("id", "segment", "pos", *(("generated",) if self.generated else ()))
+        names = names or ("id", "segment", "pos", *(("generated",) if self.generated else ()))
         return {name: self._over_tokens(f"tokens/{name}", tokens) for name in names}
 
     def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
@@ -206,10 +206,11 @@ class Recording:
             return np.ones(len(self._over_tokens("tokens/id", tokens)), dtype=bool)
         return self._over_tokens("routing/visited", tokens, step).astype(bool)
 
-    def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
-        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""
+    def token_stat(self, name: str, tokens: Tokens = None, at: int | None = None) -> np.ndarray:
+        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out.
+        `at` reads one step or pair alone, [token, ...]."""
         self._needs("tokens")
-        return self._over_tokens(f"stats/{name}", tokens, slice(None))
+        return self._over_tokens(f"stats/{name}", tokens, slice(None) if at is None else at)
 
     def activation(
         self, site: str, layer: int, visit: int, *, tokens: Tokens = None, head: int | None = None
