@@ -24,7 +24,7 @@ from visitlens.kernels.attention_rows import (
     visit_overlaps,
 )
 from visitlens.kernels.errors import InputError
-from visitlens.kernels.memory import return_freed_memory
+from visitlens.kernels.memory import keep_freed_memory
 from visitlens.kernels.segments import Segments
 from visitlens.kernels.vector_geometry import norms, pairwise_products
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 VISITED = "visited"
 """Among captured values: [context, position] whether a token is really at the step; of steps where halting or routing decides."""
-_MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second per GB
 
 
 class Captured:
@@ -99,23 +98,24 @@ class Captured:
         return f"Captured({', '.join(self.sites)} at {steps} of {len(self.plan)} steps)"
 
     def clear(self) -> None:
-        """Lets go of every value, and of the memory where that is much."""
-        held = sum(value.nbytes for values in self._values.values() for value in values.values())
+        """Lets go of every value."""
         for values in self._values.values():
             values.clear()
         self._versions.clear()
-        if held > _MUCH:
-            return_freed_memory()
 
 
 @contextmanager
 def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured]:
     """Keeps the sites' values of each forward inside; hooks are gone afterwards. Outputs stay bit-identical.
 
+    From the first capture on, glibc keeps freed memory for the process: a forward's values would else go back to the system
+    and be faulted in again, page by page, at the next one, which costs more than everything else here.
+
     Raises:
         PlanError: the model leaves its plan.
         InputError: an unknown site, or one that the model doesn't have.
     """
+    keep_freed_memory()
     if isinstance(model, InstrumentedModel):
         captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.missing_widths())
         with model.observing(captured):
