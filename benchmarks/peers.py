@@ -11,6 +11,7 @@ resident set of one run less that of a plain forward, in a process of its own.
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import statistics
@@ -81,7 +82,7 @@ def main(
 
 
 def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-    model = _model(hidden, tokens)
+    model = _model(hidden, tokens)  # each peer has a copy: nnsight puts its own forward into every module for good
     ids = torch.randint(3, 500, (contexts, tokens), generator=torch.Generator().manual_seed(0))
 
     def plain() -> Any:
@@ -100,7 +101,7 @@ def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> di
     def nnsight() -> Callable[[], Any]:
         from nnsight import NNsight
 
-        lm: Any = NNsight(model)
+        lm: Any = NNsight(copy.deepcopy(model))
         layers = [layer for stack in (lm.model.L_module, lm.model.H_module) for layer in stack.layers]
         modules = [layer if not path else getattr(layer, path) for layer in layers for path in MODULES]
 

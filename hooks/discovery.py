@@ -99,7 +99,8 @@ def _layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
             below = f"{path}.{name}" if path else name
             if not any(True for _ in child.parameters()):
                 continue
-            if isinstance(module, nn.ModuleList) and not _only_wraps_lists(child):
+            listed = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)  # lists may hold lists
+            if listed and not _only_wraps_lists(child):
                 found[below] = child
             else:
                 walk(child, below)

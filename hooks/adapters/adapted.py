@@ -13,11 +13,12 @@ from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change, DocumentModel
+from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 
 
-class AdaptedModel(DocumentModel):
+class AdaptedModel(FamiliarCalls, DocumentModel):
     """`model` is the model as its library made it, in evaluation mode; `plan` and `config` follow from its family.
 
     `visits` is its loop count, None for the model's own; the model itself is left as it is.

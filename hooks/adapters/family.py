@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from visitlens.hooks.instrumented import ModelFacts
+from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
 
 
@@ -176,7 +177,7 @@ class Family(ABC):
         return ModelFacts(
             family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]  # a model of transformers
             num_layers=len(anatomy.layers),
-            missing=anatomy.missing,
+            missing={**dict.fromkeys(_unread(anatomy), "the adapter doesn't say where it is"), **anatomy.missing},
             absent=anatomy.absent,
             notes=anatomy.notes,
             learned_sink=self.learned_sink,
@@ -185,6 +186,17 @@ class Family(ABC):
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),
         )
+
+
+def _unread(anatomy: Anatomy) -> list[str]:
+    """Sites that no layer has."""
+    known: set[str] = set()
+    for layer in anatomy.layers:
+        known |= {read.site for read in layer.reads}
+        known |= {site for inside in layer.inside for site in inside.sites}
+        known |= set() if layer.attention is None else {"Q", "K", "V", "P", "PV"}
+    known |= {"expert_out"} if "experts" in known else set()
+    return [site for site in SITES if site not in known]
 
 
 def _first(*ids: Any) -> int:

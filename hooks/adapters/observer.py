@@ -172,6 +172,12 @@ class StepObserver:
                 "position ids restart inside a sequence: packed documents leak into each other in several families. Call the "
                 "adapted model with token ids and segment ids, which runs each document alone"
             )
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and (mask.ndim > 2 or not bool(mask.all())):
+            raise InputError(
+                "an attention mask that leaves tokens out: families ignore it, or shift positions by it, in several settings, and "
+                "rows would count what it hides. Call the adapted model with token ids and segment ids, < 0 for padding"
+            )
         part = self.adapted.part
         if part is None or part.first:
             self.captured.clear()

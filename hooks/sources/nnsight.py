@@ -18,6 +18,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import DocumentModel
+from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -26,11 +27,15 @@ _INSIDE = (
 )
 
 
-class NNsightModel(DocumentModel):
+class NNsightModel(FamiliarCalls, DocumentModel):
     """An nnsight model by visit. With `remote`, traces run where nnsight's `remote=True` runs them."""
 
     def __init__(self, lm: Any, family: Family | None = None, *, remote: bool = False) -> None:
         adapted = adapt(lm._model if hasattr(lm, "_model") else lm._module, family)
+        if adapted.config.ragged:
+            raise InputError(
+                f"{adapted.config.family} leaves tokens out of visits, and nnsight's cache doesn't say which: use visitlens.adapt"
+            )
         self.lm, self.family, self.anatomy, self.remote = lm, adapted.family, adapted.anatomy, remote
         self._weights, self.plan = adapted.model, adapted.plan
         self._prefix = next(name for name, module in adapted.model.named_modules() if module is adapted.body)

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change, DocumentModel
+from visitlens.hooks.familiar_calls import Hook, NamesFilter, VisitPoint, cut
 from visitlens.hooks.instrumented import ModelFacts
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES
@@ -44,9 +44,6 @@ _POINTS = {
 """Site -> the bridge's canonical hook point below a block."""
 _NOT_IN_BRIDGE = "a TransformerLens bridge has no hook point for it; visitlens.adapt(bridge.original_model) may"
 
-Hook = Callable[..., Any]
-NamesFilter = str | Sequence[str] | Callable[[str], bool] | None
-
 
 class _Stop(Exception):
     """Ends a forward where its result is known."""
@@ -54,22 +51,6 @@ class _Stop(Exception):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
         self.value = value
-
-
-@dataclass
-class VisitPoint:
-    """What a hook function gets as `hook`: the name with its visit, and the step (None outside the blocks)."""
-
-    name: str
-    step: Step | None
-
-    @property
-    def visit(self) -> int | None:
-        return None if self.step is None else self.step.visit
-
-    @property
-    def layer(self) -> int | None:
-        return None if self.step is None else self.step.layer
 
 
 class VisitBridge(DocumentModel):
@@ -172,7 +153,7 @@ class VisitBridge(DocumentModel):
 
         def keep(value: Any, hook: VisitPoint) -> None:
             if isinstance(value, Tensor):
-                cache[hook.name] = _cut(value.detach(), hook.name, length, pos_slice, remove_batch_dim)
+                cache[hook.name] = cut(value.detach(), hook.name, length, pos_slice, remove_batch_dim)
 
         names = self._named(names_filter)
         chosen = names_filter if callable(names_filter) else lambda name: True
@@ -321,16 +302,6 @@ def from_transformer_lens(bridge: Any) -> VisitBridge:
 
 def _is_entry(point: str) -> bool:
     return re.fullmatch(r"\w*blocks\.\d+\.hook_in", point) is not None
-
-
-def _cut(value: Tensor, name: str, length: int, pos_slice: slice | int | None, remove_batch_dim: bool) -> Tensor:
-    """The positions of an axis as long as the tokens: the query axis of scores and patterns, else the second."""
-    if pos_slice is not None:
-        axis = value.ndim - 2 if name.endswith(("hook_pattern", "hook_attn_scores")) else 1
-        if value.ndim > axis and value.shape[axis] == length:
-            chosen = slice(pos_slice, pos_slice + 1 or None) if isinstance(pos_slice, int) else pos_slice
-            value = value[(slice(None),) * axis + (chosen,)]
-    return value.squeeze(0) if remove_batch_dim and value.ndim and value.shape[0] == 1 else value
 
 
 def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points: Sequence[str]) -> ModelFacts:

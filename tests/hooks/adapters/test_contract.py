@@ -240,6 +240,17 @@ def test_packed_position_ids_are_refused_while_observing(adapted: Adapted) -> No
         model.model(TOKENS, position_ids=packed)
 
 
+def test_masks_that_hide_tokens_are_refused_while_observing(adapted: Adapted) -> None:
+    model = adapted("dory")
+    padded = torch.ones_like(TOKENS)
+    with capture(model, ["resid"]):
+        model.model(TOKENS, attention_mask=padded, use_cache=False)
+        padded[0, :3] = 0
+        for mask in (padded, torch.ones(2, 1, 30, 30).tril().bool()):
+            with pytest.raises(InputError, match="an attention mask that leaves tokens out"):
+                model.model(TOKENS, attention_mask=mask, use_cache=False)
+
+
 def test_activation_checkpointing_makes_no_new_visits(make_hf: Callable[..., Any]) -> None:
     from visitlens.hooks.adapters.adapt import adapt
 

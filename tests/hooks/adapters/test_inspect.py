@@ -29,7 +29,7 @@ def test_every_family_passes_its_guards_and_its_ledger_is_the_plan(
     assert [s["index"] for s in found["steps"]] == list(range(len(found["steps"])))
     guards = {guard["name"]: guard for guard in found["guards"]}
     assert not [guard for guard in guards.values() if guard["ok"] is False]
-    assert all(guards[name]["ok"] for name in ("observation", "attention rows", "documents"))
+    assert all(guards[name]["ok"] for name in ("observation", "plan", "attention rows", "documents", "padding"))
     own = guards["own packing: position ids, no cache, no mask"]["detail"]
     assert own.startswith("leaks" if family in LEAKS else "doesn't leak"), own
     assert guards["own packing: position ids, all-ones mask"]["detail"].startswith("leaks")
@@ -42,6 +42,20 @@ def test_every_family_passes_its_guards_and_its_ledger_is_the_plan(
         assert ties["self_attn"]["status"] == "partly tied" and ties["input_layernorm"]["status"] == "tied"
     json.dumps(found)
     assert "guards" in _text({"model": family, **found})
+
+
+def test_a_family_without_an_adapter_is_discovered() -> None:
+    """Funnel: blocks of layers, each layer several times in a row, then a decoder."""
+    import transformers
+
+    sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 8, "vocab_size": 30}
+    config = transformers.FunnelConfig(block_sizes=[2, 1], block_repeats=[3, 2], num_decoder_layers=1, **sizes)
+    found = describe(transformers.FunnelForMaskedLM(config).eval(), 16)
+    assert [(s["layer"], s["visit"]) for s in found["steps"]] == [
+        *[(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1)]
+    ]
+    assert found["steps"][3]["module"] == "funnel.encoder.blocks.0.1" and "none for this family" in found["adapter"]
+    assert {tie["status"] for tie in found["ties"]} == {"tied"}
 
 
 def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
@@ -58,7 +72,7 @@ def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
     model = adapt(transformers.GPT2LMHeadModel(config), names["GPT2"]())
     guards = check(model, torch.randint(0, 61, (1, 16)))
     kept = [guard.name for guard in guards if guard.ok]
-    assert kept == ["observation", "writes", "attention rows", "documents", "cached generation"]
+    assert kept == ["observation", "plan", "writes", "attention rows", "documents", "padding", "cached generation"]
 
 
 def test_the_command_inspects_folders(

@@ -53,6 +53,22 @@ def test_record_then_statistics_then_figures(
     pair = Pair(run, None) if run.looped else Pair(looped_recording, run)
     drawings = prepare(pair, None, said.append)
     assert drawings and all(drawing.figure.data(pair)["series"] for drawing in drawings)
+    if family in ("gpt_oss", "inkling2_loop_text"):
+        learned = run.recording.token_stat("learned_sink_mass")
+        assert bool(((learned > 0) & (learned < 1)).all()) and run.stat("learned_sink_mass").values.shape == (
+            len(model.plan),
+            4,
+        )
+    else:
+        assert "learned_sink_mass" not in run.measures
+    guards = {guard["name"]: guard["ok"] for guard in run.recording.provenance["guards"]}
+    assert (
+        guards["observation"]
+        and guards["plan"]
+        and guards["documents"]
+        and guards["padding"]
+        and guards["attention rows"]
+    )
     if family == "inkling2_loop_text":  # everything that needs no residual stream and no softmax router
         assert {"token_overlap", "stage_cosine", "expert_overlap"} <= {
             d.figure.slug.replace("-", "_") for d in drawings

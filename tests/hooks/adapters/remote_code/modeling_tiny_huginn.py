@@ -51,7 +51,7 @@ class TinyHuginnConfig(PreTrainedConfig):
     num_key_value_heads: int = 4
     block_size: int = 64
     mean_recurrence: int = 3
-    padded_vocab_size: int = 40
+    padded_vocab_size: int = 61
 
 
 class TinyHuginn(PreTrainedModel):
@@ -63,8 +63,8 @@ class TinyHuginn(PreTrainedModel):
             name: nn.ModuleList(HuginnBlock() for _ in range(n)) for name, n in (("prelude", 1), ("core_block", 2))
         }
         layers |= {"coda": nn.ModuleList([HuginnBlock()])}
-        rest = {"wte": nn.Embedding(40, 16), "adapter": nn.Linear(32, 16), "ln_f": nn.RMSNorm(16)}
-        self.transformer, self.lm_head = nn.ModuleDict({**layers, **rest}), nn.Linear(16, 40, bias=False)
+        rest = {"wte": nn.Embedding(61, 16), "adapter": nn.Linear(32, 16), "ln_f": nn.RMSNorm(16)}
+        self.transformer, self.lm_head = nn.ModuleDict({**layers, **rest}), nn.Linear(16, 61, bias=False)
         self.post_init()
 
     def initialize_state(self, like: Tensor) -> Tensor:

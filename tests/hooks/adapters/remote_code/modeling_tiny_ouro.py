@@ -28,7 +28,7 @@ def eager_attention_forward(*_: Any, **__: Any) -> Any:
 
 class TinyOuroConfig(PreTrainedConfig):
     model_type = "ouro"
-    vocab_size: int = 40
+    vocab_size: int = 61
     hidden_size: int = 16
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
@@ -74,7 +74,7 @@ class OuroLayer(nn.Module):
 class OuroBody(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(40, 16)
+        self.embed_tokens = nn.Embedding(61, 16)
         self.layers = nn.ModuleList(OuroLayer(config) for _ in range(2))
         self.norm, self.early_exit_gate, self.total_ut_steps = nn.RMSNorm(16), nn.Linear(16, 1), config.total_ut_steps
 
@@ -94,7 +94,7 @@ class TinyOuro(PreTrainedModel):
 
     def __init__(self, config: TinyOuroConfig | None = None) -> None:
         super().__init__(config or TinyOuroConfig())
-        self.model, self.lm_head = OuroBody(self.config), nn.Linear(16, 40)
+        self.model, self.lm_head = OuroBody(self.config), nn.Linear(16, 61)
         self.post_init()
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:

@@ -1,0 +1,83 @@
+"""Checkpoints that bring their own Python: from a folder, and by a hub name from the local cache, with --trust-remote-code."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.hooks.adapters.remote_code import modeling_tiny_huginn, modeling_tiny_ouro
+
+import visitlens as vl
+from visitlens.hooks.adapters.adapt import adapt
+from visitlens.kernels.errors import CheckpointError
+
+Run = Callable[..., tuple[int, str, str]]
+CODE = {
+    "huginn_raven": (modeling_tiny_huginn, "TinyHuginn", [0, *[1, 2] * 3, 3]),
+    "ouro": (modeling_tiny_ouro, "TinyOuro", [0, 1] * 4),
+}
+TOKENS = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture
+def checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_tokenizer: Callable[..., None]
+) -> Callable[[str], tuple[Path, Any]]:
+    """Factory: a folder with weights, tokenizer, modelling file and auto_map, and the model that it holds."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def build(kind: str) -> tuple[Path, Any]:
+        module, name, _ = CODE[kind]
+        torch.manual_seed(2)
+        model = getattr(module, name)()
+        file, folder = Path(str(module.__file__)), tmp_path / kind
+        model.config.auto_map = {
+            "AutoConfig": f"{file.stem}.{name}Config",
+            "AutoModelForCausalLM": f"{file.stem}.{name}",
+        }
+        model.save_pretrained(folder)
+        shutil.copy(file, folder)
+        save_tokenizer(folder)
+        return folder, model.eval().requires_grad_(False)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_a_folder_with_its_own_code_is_recorded(
+    kind: str, checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
+) -> None:
+    folder, model = checkpoint(kind)
+    loaded = vl.load_model(folder, trust_remote_code=True)
+    assert [step.layer for step in loaded.plan.steps] == CODE[kind][2]
+    assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
+    out = tmp_path / "run.vlens"
+    code, _, err = run("record", folder, words, "--out", out, "--context", 40, "--trust-remote-code", "--steps", 2)
+    assert code == 0, err
+    rec = vl.open(out)
+    looped = [n for n, visits in rec.plan.visits.items() if visits > 1]
+    assert rec.plan.visits[looped[0]] == 2 and rec.stat("stage_cosine").counts.all()  # type: ignore[union-attr]  # known
+    code, _, err = run("record", folder, words, "--out", tmp_path / "n.vlens")
+    assert code == 1 and "transformers can't load it" in err and "trust" in err
+    code, text, _ = run("inspect", folder, "--trust-remote-code", "--no-checks")
+    assert code == 0 and kind in text
+
+
+def test_a_hub_name_is_the_same_from_the_cache(
+    checkpoint: Callable[[str], tuple[Path, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, model = checkpoint("ouro")
+    hub = tmp_path / "hub"
+    shutil.copytree(folder, hub / "models--somebody--tiny-ouro" / "snapshots" / "abc")
+    (hub / "models--somebody--tiny-ouro" / "refs").mkdir()
+    (hub / "models--somebody--tiny-ouro" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaded = vl.load_model("somebody/tiny-ouro", trust_remote_code=True)
+    assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
+    with pytest.raises(CheckpointError, match="somebody/other: no such folder, and the hub doesn't give it"):
+        vl.load_model("somebody/other")
