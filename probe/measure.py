@@ -143,8 +143,8 @@ class StatArray:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = operation(self.values, other.values)
             replicates = operation(self.replicates, other.replicates) if both else None
-        known = self.counts is not None and other.counts is not None
-        counts = np.minimum(self.counts, other.counts) if known else None
+        mine, theirs = self.counts, other.counts
+        counts = None if mine is None or theirs is None else np.minimum(mine, theirs)
         return replace(self, measure=measure, values=values, replicates=replicates, counts=counts)
 
     def rename(self, **changes: Any) -> StatArray:

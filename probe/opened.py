@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.phases import PHASES, of_phase
 from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
-from visitlens.probe.visit_matrix import visit_matrix
+from visitlens.probe.visit_matrix import at_steps, relabel, visit_matrix
 
 _NORM_MEASURES = {
     "update": "update_rms",
@@ -156,7 +155,7 @@ class RecordedRun:
         """A `pair` measure for one pair of visits, the axis relabelled `layer`."""
         chosen = self._pairs(visits)
         stat = self.stat(name).sel(pair=lambda pair: pair in chosen)
-        return _relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
+        return relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
 
     def visit_matrix(self, name: str, layer: int) -> StatArray:
         """A `pair` measure of one layer as [visit, later_visit, ...], r x r, whatever its number of visits.
@@ -173,27 +172,13 @@ class RecordedRun:
         steps = [s for s in self.plan.steps if s.visit == visit and s.layer in self.plan.looped_layers]
         if not steps:
             raise InputError(f"no looped layer has a visit {visit}; visits per layer are {self.plan.visits}")
-        return self._at_steps(name, steps)
+        return at_steps(self.stat(name), steps)
 
     def both_visits(self, name: str, visits: tuple[int, int] | None = None) -> tuple[StatArray, StatArray]:
         """A `step` measure at the earlier and at the later visit of each looped layer, each with a `layer` axis."""
         pairs = self._pairs(visits)
-        return self._at_steps(name, [p.earlier for p in pairs]), self._at_steps(name, [p.later for p in pairs])
-
-    def _at_steps(self, name: str, steps: list[Step]) -> StatArray:
-        """The chosen steps, by layer."""
-        steps = sorted(steps, key=lambda step: step.layer)
         stat = self.stat(name)
-        at = stat.axes.index("step")
-        order = [step.index for step in steps]
-        chosen = replace(
-            stat,
-            values=stat.values.take(order, at),
-            replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
-            counts=None if stat.counts is None else stat.counts.take(order, at),
-            labels={**stat.labels, "step": steps},
-        )
-        return _relabel(chosen, "step", "layer", [step.layer for step in steps])
+        return at_steps(stat, [p.earlier for p in pairs]), at_steps(stat, [p.later for p in pairs])
 
     # Expert routing (6.1)
 
@@ -390,12 +375,6 @@ class RecordedRun:
 def step_label(step: Step) -> str:
     """Short, for axes: `3·2` is layer 3 at visit 2."""
     return f"{step.layer}·{step.visit}"
-
-
-def _relabel(stat: StatArray, old: str, new: str, labels: list[Any]) -> StatArray:
-    axes = tuple(new if axis == old else axis for axis in stat.axes)
-    kept = {axis: values for axis, values in stat.labels.items() if axis != old}
-    return replace(stat, measure=replace(stat.measure, axes=axes), labels={**kept, new: labels})
 
 
 def _ratio_measure(component: str, title: str) -> Measure:

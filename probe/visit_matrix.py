@@ -1,12 +1,14 @@
-"""A measure of pairs as a square table of one layer's visits. No torch."""
+"""Measures of steps and pairs laid out by layer and visit: one visit of each layer, or all of one layer as a square table. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import StatArray
 
@@ -41,3 +43,24 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
         counts=None if stat.counts is None else square(stat.counts, 0, 0.0),
         labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
     )
+
+
+def at_steps(stat: StatArray, steps: Sequence[Step]) -> StatArray:
+    """A `step` measure at these steps, one a layer; by layer, the axis relabelled `layer`."""
+    steps = sorted(steps, key=lambda step: step.layer)
+    at, order = stat.axes.index("step"), [step.index for step in steps]
+    chosen = replace(
+        stat,
+        values=stat.values.take(order, at),
+        replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
+        counts=None if stat.counts is None else stat.counts.take(order, at),
+        labels={**stat.labels, "step": steps},
+    )
+    return relabel(chosen, "step", "layer", [step.layer for step in steps])
+
+
+def relabel(stat: StatArray, old: str, new: str, labels: Sequence[Any]) -> StatArray:
+    """With another name and other labels for one axis."""
+    axes = tuple(new if axis == old else axis for axis in stat.axes)
+    kept = {axis: values for axis, values in stat.labels.items() if axis != old}
+    return replace(stat, measure=replace(stat.measure, axes=axes), labels={**kept, new: labels})
