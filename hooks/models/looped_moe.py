@@ -105,6 +105,7 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
+        self.run_experts = grouped_experts  # `expert_parallel` puts its own in its place
 
     def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         if aux is not None:
             aux.append((logits, experts))
         x = batched(hooks.hook_expert_in, x)
-        out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
+        out = self.run_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
             gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
             out = out + (F.silu(gate) * up) @ self.W_shared_out
@@ -194,8 +195,9 @@ class LoopedMoE(HookedRootModule):
         self.ln_final = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tie_embeddings:
             self.unembed = Unembedding(config)
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        angles = torch.outer(torch.arange(config.context_length).float(), frequencies)
+        cpu = torch.device("cpu")  # also where the parameters are made on the meta device
+        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=cpu).float() / config.head_dim)
+        angles = torch.outer(torch.arange(config.context_length, device=cpu).float(), frequencies)
         self.register_buffer("rotary_cos", angles.cos(), persistent=False)
         self.register_buffer("rotary_sin", angles.sin(), persistent=False)
         self.setup()
