@@ -150,7 +150,7 @@ def open_ledger(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
-    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch)
+    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch, contexts)
     ledger.refuse_foreign()
     with sole_writer(path):
         wait_for_workers(path)
@@ -323,6 +323,7 @@ class ShardWriter:
 
     def _commit(self, shard: _ShardArrays, run: Mapping[str, Any]) -> Shard:
         task, totals = shard.task, self.statistics.take()
+        documents = self.contexts.documents_in(slice(task.start, task.start + shard.contexts))
         numbers = {
             "worker": task.worker,
             "seq": task.seq,
@@ -338,10 +339,11 @@ class ShardWriter:
                 file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
             shard.write(file, self.dtype)
             schema.write_totals(file, totals)
+            schema.write_documents(file, documents)
             schema.write_header(file, run, {**numbers, "complete": 1})
         data = buffer.getbuffer()
         digest = commit(self.path / schema.SHARDS / task.name, data)
-        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals)
+        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals, documents)
 
 
 class _ShardArrays:

@@ -115,4 +115,4 @@ def _peers() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise PeerError(f"another process of this run has ended ({str(error).splitlines()[0][:200]})") from error
+        raise PeerError("another process of this run has ended") from error

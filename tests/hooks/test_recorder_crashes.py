@@ -26,6 +26,7 @@ from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.validate import repair, validate
 from visitlens.kernels.errors import InputError, RecordingError, StorageError, VisitlensError
 from visitlens.probe.opened import RecordedRun
 
@@ -54,7 +55,7 @@ def unbroken(model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording
 def resume(model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording) -> Callable[..., Recording]:
     def again(path: Path, **options) -> Recording:
         return make_recording(
-            model, text, path, **{"shard_tokens": SHARD_TOKENS, "measures": MEASURES, **options}
+            model, options.pop("text", text), path, **{"shard_tokens": SHARD_TOKENS, "measures": MEASURES, **options}
         ).recording
 
     return again
@@ -132,6 +133,31 @@ def test_several_crashes_in_a_row_add_up(resume, unbroken: Recording, text, tmp_
             resume(path, shard_tokens=1, on_progress=crash_after(2))
     assert Recording(path).tokens == 3 * 32  # one context a time was committed
     assert_whole(resume(path, shard_tokens=1), unbroken, text)
+
+
+def test_a_recording_of_the_beginning_is_gone_on_with(resume, make_text, tmp_path: Path) -> None:
+    """More of the same text: what is there stays, and the whole is what one run makes; more groups would be others."""
+    text, path = make_text(seed=6, lengths=(20, 30, 9, 40, 25, 70, 12)), tmp_path / "r.vlens"
+    first = resume(path, text=text.first_contexts(70), groups=3)
+    before = contents(path / "shards")
+    with pytest.raises(Crash):
+        resume(path, text=text, groups=3, on_progress=crash_after(3))
+    half = Recording(path)
+    assert first.run["tokens"] == 96 and half.run["tokens"] == text.num_tokens and half.tokens > 96
+    assert validate(path).exit_code == 3 and half.run["extends"] == [first.run["config_sha256"]]
+    for cache in ("manifest.json", "summary.h5"):
+        (path / cache).unlink()
+    repair(path)
+    rec = resume(path, text=text, groups=3)
+    assert_whole(rec, resume(tmp_path / "unbroken.vlens", text=text, groups=3), text)
+    assert validate(path).exit_code == 0 and contents(path / "shards").items() >= before.items()
+    assert rec.run["run_uuid"] == first.run["run_uuid"] and rec.run["extends"] == half.run["extends"]
+    for other, why in ((text.first_contexts(70), "another configuration"), (make_text(seed=7), "another config")):
+        with pytest.raises(RecordingError, match=why):
+            resume(path, text=other, groups=3)
+    resume(tmp_path / "few.vlens", text=text.first_contexts(70))
+    with pytest.raises(RecordingError, match="more documents make other document groups"):
+        resume(tmp_path / "few.vlens", text=text)
 
 
 def test_a_finished_recording_is_left_alone(resume, text: PackedTokens, tmp_path: Path) -> None:
