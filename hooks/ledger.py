@@ -7,7 +7,6 @@ process, another, another machine) is not its business: it hands out `ShardTask`
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.gate import passed
 from visitlens.hooks.recording import committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import commit, commit_json
+from visitlens.hooks.shards import commit_json, committing
 from visitlens.hooks.untrusted import held
 from visitlens.kernels.errors import RecordingError
 
@@ -234,13 +233,12 @@ def write_caches(
     documents: np.ndarray | None,
 ) -> None:
     """Summary, then manifest, each atomically."""
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+    about = sum(array.nbytes for measure in totals.values() for array in (measure.total, measure.count))
+    with committing(path / schema.SUMMARY, about) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
         tokens = sum(shard["token_count"] for shard in shards)
         schema.write_header(file, run, {"token_count": tokens, "shard_count": len(shards)})
         schema.write_totals(file, totals)
         schema.write_documents(file, documents)
-    commit(path / schema.SUMMARY, buffer.getbuffer())
     manifest = {"format": schema.FORMAT, "schema_version": schema.SCHEMA_VERSION, "run": run, "shards": shards}
     commit_json(path / schema.MANIFEST, manifest)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import shutil
@@ -18,7 +17,7 @@ from visitlens.hooks.gate import passed
 from visitlens.hooks.ledger import all_documents, read_shard, write_caches
 from visitlens.hooks.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import check_room, commit, sole_writer
+from visitlens.hooks.shards import check_room, committing, sole_writer
 from visitlens.kernels.errors import InputError, RecordingError
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
@@ -210,10 +209,11 @@ def _write(
 
 def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups: dict[str, int]) -> int:
     """Commits a shard under its new numbers; returns the last segment in it."""
-    old, new, last, buffer = job.old, job.new, -1, io.BytesIO()
+    old, new, last = job.old, job.new, -1
     with (
         passed(job.part.path / schema.SHARDS / old["name"]) as gated,
-        h5py.File(buffer, "w", libver=schema.LIBVER) as file,
+        committing(out / schema.SHARDS / new["name"], old["bytes"]) as aside,
+        h5py.File(aside, "w", libver=schema.LIBVER) as file,
     ):
         check_entry(gated, job.part.run, old)
         for name, array in gated.arrays.items():
@@ -233,7 +233,6 @@ def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups:
         schema.write_totals(file, {name: _placed(t, job.groups, groups.get(name)) for name, t in totals})
         numbers = {name: new[name] for name in schema.SHARD_NUMBERS if name != "complete"}
         schema.write_header(file, run, {**numbers, "complete": 1})
-    commit(out / schema.SHARDS / new["name"], buffer.getbuffer())
     return last
 
 

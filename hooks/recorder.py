@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
+from visitlens.hooks.shards import check_room, committing, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.errors import InputError
 
@@ -123,17 +123,52 @@ def record(
         done = ledger.tokens
         if done == total:
             on_progress(total, total)
-        with interrupt_between_contexts() as interrupted:
+        with interrupt_between_contexts() as interrupted, _Committer(writer, ledger) as committer:
             for task in ledger.tasks(tokens_per_shard(options, per_token)):
                 if interrupted:
                     break
                 progress = partial(_report, on_progress, done, total)
-                shard = writer.write(task, ledger.run, progress, stop=lambda: bool(interrupted))
-                ledger.take(shard)
-                ledger.commit()
-                done = ledger.tokens
+                shard = writer.compute(task, progress, stop=lambda: bool(interrupted) or committer.failed)
+                committer.hand_over(shard)
+                done += shard.tokens
         if interrupted:
             raise KeyboardInterrupt
+
+
+class _Committer:
+    """Writes a shard in a thread of its own while the model runs over the next one (h5py, zlib, SHA-256 and fsync let
+    Python go on meanwhile). One at a time, in order; leaving waits for the last one, whatever is raised."""
+
+    def __init__(self, writer: ShardWriter, ledger: Ledger) -> None:
+        self.writer, self.ledger = writer, ledger
+        self.pool = ThreadPoolExecutor(1, "visitlens-commit")
+        self.pending: Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def hand_over(self, shard: ShardArrays) -> None:
+        """Waits for the shard before; raises what kept that one from being committed."""
+        self._wait()
+        self.pending = self.pool.submit(self._commit, shard)
+
+    def _commit(self, shard: ShardArrays) -> None:
+        self.ledger.take(self.writer.commit(shard, self.ledger.run))
+        self.ledger.commit()
+
+    def _wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> _Committer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.pool.shutdown()
+        if kind is None:
+            self._wait()
 
 
 def _report(on_progress: Callable[[int, int], None], before: int, total: int, tokens: int) -> None:
@@ -269,9 +304,20 @@ class ShardWriter:
         stop: Callable[[], bool] = lambda: False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> Shard:
-        """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
-        ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
-        shard = _ShardArrays(task)
+        """Computes a shard and commits it. What `before_commit` raises keeps it from being committed."""
+        shard = self.compute(task, on_progress, stop)
+        before_commit()
+        return self.commit(shard, run)
+
+    def compute(
+        self,
+        task: ShardTask,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> ShardArrays:
+        """Runs the model over the task's contexts (`on_progress` counts their tokens). Where `stop` says so, it ends
+        after the context at hand and holds those before."""
+        shard = ShardArrays(task)
         try:
             with capture(self.model, self.sites) as captured, torch.inference_mode():
                 for context in range(task.start, task.stop, self.options.batch):
@@ -280,12 +326,12 @@ class ShardWriter:
                     on_progress(shard.tokens)
                     if stop():
                         break
-            before_commit()
-            return self._commit(shard, run)
+            shard.totals = self.statistics.take()
+            return shard
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
 
-    def _forward(self, rows: slice, captured: Any, shard: _ShardArrays) -> None:
+    def _forward(self, rows: slice, captured: Any, shard: ShardArrays) -> None:
         tokens = torch.from_numpy(self.contexts.tokens[rows])
         segment_ids = torch.from_numpy(self.contexts.segments[rows])
         device = next(self.model.parameters()).device
@@ -311,7 +357,7 @@ class ShardWriter:
         shard.tokens += len(real)
         shard.contexts += len(tokens)
 
-    def _keep_activation(self, name: str, values: StepValues, shard: _ShardArrays) -> None:
+    def _keep_activation(self, name: str, values: StepValues, shard: ShardArrays) -> None:
         first = shard.task.token_start + shard.tokens
         start, stop = self.options.activation_tokens or (0, self.contexts.num_tokens)
         start, stop = max(start - first, 0), min(stop - first, values.segments.num_tokens)
@@ -321,9 +367,9 @@ class ShardWriter:
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
 
-    def _commit(self, shard: _ShardArrays, run: Mapping[str, Any]) -> Shard:
-        task, totals = shard.task, self.statistics.take()
-        documents = self.contexts.documents_in(slice(task.start, task.start + shard.contexts))
+    def commit(self, shard: ShardArrays, run: Mapping[str, Any]) -> Shard:
+        """Writes what was computed, and gives its arrays away. Needs the model's plan alone, so another thread may do it."""
+        task, totals, documents = shard.task, shard.totals, self.contexts.documents_in(shard.rows)
         numbers = {
             "worker": task.worker,
             "seq": task.seq,
@@ -332,8 +378,8 @@ class ShardWriter:
             "context_start": task.start,
             "context_count": shard.contexts,
         }
-        buffer = io.BytesIO()
-        with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+        path = self.path / schema.SHARDS / task.name
+        with committing(path, shard.nbytes) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
             for axis in ("layer", "visit", "index"):
                 name = "step" if axis == "index" else axis
                 file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
@@ -341,19 +387,29 @@ class ShardWriter:
             schema.write_totals(file, totals)
             schema.write_documents(file, documents)
             schema.write_header(file, run, {**numbers, "complete": 1})
-        data = buffer.getbuffer()
-        digest = commit(self.path / schema.SHARDS / task.name, data)
-        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals, documents)
+        entry = {"name": task.name, "bytes": aside.size, "sha256": aside.sha256, **numbers}
+        return Shard(entry, dict(run), totals, documents)
 
 
-class _ShardArrays:
+class ShardArrays:
     """Arrays of a token range, gathered context by context."""
 
     def __init__(self, task: ShardTask) -> None:
         self.task = task
         self.tokens = self.contexts = 0
+        self.totals: dict[str, GroupTotals] = {}
         self._parts: dict[str, list[np.ndarray]] = {}
         self._token_starts: dict[str, int] = {}
+
+    @property
+    def rows(self) -> slice:
+        """Its contexts so far."""
+        return slice(self.task.start, self.task.start + self.contexts)
+
+    @property
+    def nbytes(self) -> int:
+        """Before compression."""
+        return sum(part.nbytes for parts in self._parts.values() for part in parts)
 
     def keep(self, name: str, part: np.ndarray, token_start: int | None = None) -> None:
         self._parts.setdefault(name, []).append(part)
