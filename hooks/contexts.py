@@ -56,6 +56,11 @@ class PackedTokens:
         hashes = self.document_hash[: int(owners.max()) + 1]
         return PackedTokens(self.tokens[:rows], segments, owners, hashes, generated)
 
+    def documents_in(self, rows: slice) -> np.ndarray:
+        """Hashes of the documents in some contexts, each once and rising."""
+        segments = self.segments[rows]
+        return np.unique(self.document_hash[self.segment_document[np.unique(segments[segments >= 0])]])
+
     def document_groups(self, groups: int) -> np.ndarray:
         """[document] group by token hash; each its own group where there are no more documents than groups."""
         unique, rank = np.unique(self.document_hash, return_inverse=True)

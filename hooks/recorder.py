@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shard_arrays import ShardArrays
-from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
+from visitlens.hooks.shards import check_room, committing, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.errors import InputError
 
@@ -125,17 +125,52 @@ def record(
         done = ledger.tokens
         if done == total:
             on_progress(total, total)
-        with interrupt_between_contexts() as interrupted:
+        with interrupt_between_contexts() as interrupted, _Committer(writer, ledger) as committer:
             for task in ledger.tasks(tokens_per_shard(options, per_token)):
                 if interrupted:
                     break
                 progress = partial(_report, on_progress, done, total)
-                shard = writer.write(task, ledger.run, progress, stop=lambda: bool(interrupted))
-                ledger.take(shard)
-                ledger.commit()
-                done = ledger.tokens
+                shard = writer.compute(task, progress, stop=lambda: bool(interrupted) or committer.failed)
+                committer.hand_over(shard)
+                done += shard.tokens
         if interrupted:
             raise KeyboardInterrupt
+
+
+class _Committer:
+    """Writes a shard in a thread of its own while the model runs over the next one (h5py, zlib, SHA-256 and fsync let
+    Python go on meanwhile). One at a time, in order; leaving waits for the last one, whatever is raised."""
+
+    def __init__(self, writer: ShardWriter, ledger: Ledger) -> None:
+        self.writer, self.ledger = writer, ledger
+        self.pool = ThreadPoolExecutor(1, "visitlens-commit")
+        self.pending: Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def hand_over(self, shard: ShardArrays) -> None:
+        """Waits for the shard before; raises what kept that one from being committed."""
+        self._wait()
+        self.pending = self.pool.submit(self._commit, shard)
+
+    def _commit(self, shard: ShardArrays) -> None:
+        self.ledger.take(self.writer.commit(shard, self.ledger.run))
+        self.ledger.commit()
+
+    def _wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> _Committer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.pool.shutdown()
+        if kind is None:
+            self._wait()
 
 
 def _report(on_progress: Callable[[int, int], None], before: int, total: int, tokens: int) -> None:
@@ -152,7 +187,7 @@ def open_ledger(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
-    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch)
+    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch, contexts)
     ledger.refuse_foreign()
     with sole_writer(path):
         wait_for_workers(path)
@@ -275,8 +310,19 @@ class ShardWriter:
         stop: Callable[[], bool] = lambda: False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> Shard:
-        """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
-        ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
+        """Computes a shard and commits it. What `before_commit` raises keeps it from being committed."""
+        shard = self.compute(task, on_progress, stop)
+        before_commit()
+        return self.commit(shard, run)
+
+    def compute(
+        self,
+        task: ShardTask,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> ShardArrays:
+        """Runs the model over the task's contexts (`on_progress` counts their tokens). Where `stop` says so, it ends
+        after the context at hand and holds those before."""
         shard = ShardArrays(task)
         try:
             # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
@@ -288,8 +334,8 @@ class ShardWriter:
                     on_progress(shard.tokens)
                     if stop():
                         break
-            before_commit()
-            return self._commit(shard, run)
+            shard.totals = self.statistics.take()
+            return shard
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
 
@@ -343,8 +389,9 @@ class ShardWriter:
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
 
-    def _commit(self, shard: ShardArrays, run: Mapping[str, Any]) -> Shard:
-        task, totals = shard.task, self.statistics.take()
+    def commit(self, shard: ShardArrays, run: Mapping[str, Any]) -> Shard:
+        """Writes what was computed, and gives its arrays away. Needs the model's plan alone, so another thread may do it."""
+        task, totals, documents = shard.task, shard.totals, self.contexts.documents_in(shard.rows)
         numbers = {
             "worker": task.worker,
             "seq": task.seq,
@@ -353,17 +400,17 @@ class ShardWriter:
             "context_start": task.start,
             "context_count": shard.contexts,
         }
-        buffer = io.BytesIO()
-        with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+        path = self.path / schema.SHARDS / task.name
+        with committing(path, shard.nbytes) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
             for axis in ("layer", "visit", "index"):
                 name = "step" if axis == "index" else axis
                 file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
             shard.write(file, self.dtype)
             schema.write_totals(file, totals)
+            schema.write_documents(file, documents)
             schema.write_header(file, run, {**numbers, "complete": 1})
-        data = buffer.getbuffer()
-        digest = commit(self.path / schema.SHARDS / task.name, data)
-        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals)
+        entry = {"name": task.name, "bytes": aside.size, "sha256": aside.sha256, **numbers}
+        return Shard(entry, dict(run), totals, documents)
 
 
 @contextmanager

@@ -136,10 +136,32 @@ class Recording:
                 raise RecordingError(f"{file}: belongs to another run than the manifest")
             return schema.read_totals(gated)
 
+    @cached_property
+    def document_hashes(self) -> np.ndarray | None:
+        """[document] u8, each once and rising; None where an older version left them out."""
+        with passed(self.path / schema.SUMMARY, trusted=self.trusted) as gated:
+            return schema.read_documents(gated)
+
+    @cached_property
+    def damaged(self) -> tuple[str, ...]:
+        """Shards that are missing or not of the size that the manifest says; by `stat` alone (`visitlens validate` reads)."""
+        folder, found = real_folder(self.path / schema.SHARDS), []
+        for shard in self.shards:
+            file = folder / shard["name"]
+            size = file.stat().st_size if file.is_file() else None
+            if size != shard["bytes"]:
+                found.append(
+                    f"{shard['name']}: {'missing' if size is None else f'{size:,} bytes'}, not {shard['bytes']:,}"
+                )
+        return tuple(found)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a reader of its numbers should know, one sentence each."""
         found = list(map(str, self.provenance.get("warnings", ())))
+        if self.damaged:
+            more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+            found.append(f"damaged: {self.damaged[0]}{more}; `visitlens validate` says more")
         if not self.complete:
             found.append(f"unfinished: {self.tokens:,} of {self.run['tokens']:,} tokens are recorded")
         bad = {name: int(t.non_finite.sum()) for name, t in self.totals.items() if t.non_finite.any()}

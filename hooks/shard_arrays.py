@@ -12,6 +12,7 @@ from visitlens.hooks import schema
 
 if TYPE_CHECKING:
     from visitlens.hooks.ledger import ShardTask
+    from visitlens.hooks.schema import GroupTotals
 
 
 class ShardArrays:
@@ -20,8 +21,19 @@ class ShardArrays:
     def __init__(self, task: ShardTask) -> None:
         self.task = task
         self.tokens = self.contexts = 0
+        self.totals: dict[str, GroupTotals] = {}
         self._parts: dict[str, list[np.ndarray]] = {}
         self._token_starts: dict[str, int] = {}
+
+    @property
+    def rows(self) -> slice:
+        """Its contexts so far."""
+        return slice(self.task.start, self.task.start + self.contexts)
+
+    @property
+    def nbytes(self) -> int:
+        """Before compression."""
+        return sum(part.nbytes for parts in self._parts.values() for part in parts)
 
     def keep(self, name: str, part: np.ndarray, token_start: int | None = None) -> None:
         self._parts.setdefault(name, []).append(part)

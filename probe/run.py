@@ -6,12 +6,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,7 +23,9 @@ from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer, sha256_of
+from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.kernels.errors import InputError, PlanError
@@ -32,6 +35,9 @@ from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_do
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
@@ -67,6 +73,8 @@ class RunRequest:
     synthetic: str = ""
     generate: int = 0
     checks: bool = True
+    mesh: DeviceMesh | None = None
+    """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -117,6 +125,8 @@ class PreparedRun:
     def model(self) -> LoopedMoE | InstrumentedModel:
         """The loaded model."""
         request = self.request
+        if request.mesh is not None:
+            return load_native(resolve(request.checkpoint), request.dtype, request.device, request.mesh)
         return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
 
     def _continued(self) -> tuple[PackedTokens, int]:
@@ -176,16 +186,17 @@ class PreparedRun:
 
             record_with_workers(self, on_progress)
         else:
-            recorder.record(
-                self.model,
-                self.contexts,
-                request.out,
-                self.statistics,
-                request.options,
-                provenance=self.provenance,
-                attention_implementation=request.attention,
-                on_progress=on_progress,
-            )
+            with nullcontext() if request.mesh is None else leading(cast(LoopedMoE, self.model)):
+                recorder.record(
+                    self.model,
+                    self.contexts,
+                    request.out,
+                    self.statistics,
+                    request.options,
+                    provenance=self.provenance,
+                    attention_implementation=request.attention,
+                    on_progress=on_progress,
+                )
         return request.out
 
     def describe(self) -> dict[str, Any]:
@@ -243,7 +254,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
         "weights_sha256": weights_sha256(request.checkpoint),
         "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
-        "device": request.device,
+        "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",
         "threads": torch.get_num_threads(),
         "seed": None,  # recording draws nothing at random
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from visitlens.app.console import console, loading, progress_bar, token_bounds
+from visitlens.app.console import comma_separated, console, counted, loading, progress_once_begun, token_bounds
+
+if TYPE_CHECKING:
+    from visitlens.probe.run import RunRequest
 
 
 class Level(StrEnum):
@@ -53,49 +56,60 @@ def record(
         str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
     ] = "",
 ) -> None:
-    """Run a model over text and record what each visit does."""
-    with loading("torch and the model"):
-        from visitlens.hooks.recorder import RecordingOptions
-        from visitlens.hooks.shards import readable_bytes
-        from visitlens.probe.run import PreparedRun, RunRequest
+    """Run a model over text and record what each visit does.
 
-        options = RecordingOptions(
-            level=level.value,
-            sites=tuple(s.strip() for s in sites.split(",") if s.strip()),
-            activation_tokens=token_bounds(token_range),
-            groups=groups,
-            batch=batch,
-            shard_tokens=shard_tokens,
-        )
-        request = RunRequest(
-            checkpoint=checkpoint,
-            text=text,
-            out=out,
-            options=options,
-            dtype=dtype,
-            device=device,
-            context_length=context,
-            max_tokens=max_tokens,
-            threads=threads,
-            workers=workers,
-            engine=engine.value,
-            ray_address=ray_address,
-            synthetic=synthetic,
-            generate=generate,
-            checks=checks,
-            model_options=model_options(steps, trust_remote_code),
-        )
+    A native model that is too large for one device: `torchrun --nproc-per-node N -m visitlens record ... --device cuda`.
+    """
+    with loading("torch"):
+        from visitlens.hooks.recorder import RecordingOptions
+        from visitlens.probe.ranks import ranks
+        from visitlens.probe.run import RunRequest
+
+    options = RecordingOptions(
+        level=level.value,
+        sites=comma_separated(sites),
+        activation_tokens=token_bounds(token_range),
+        groups=groups,
+        batch=batch,
+        shard_tokens=shard_tokens,
+    )
+    request = RunRequest(
+        checkpoint=checkpoint,
+        text=text,
+        out=out,
+        options=options,
+        dtype=dtype,
+        device=device,
+        context_length=context,
+        max_tokens=max_tokens,
+        threads=threads,
+        workers=workers,
+        engine=engine.value,
+        ray_address=ray_address,
+        synthetic=synthetic,
+        generate=generate,
+        checks=checks,
+        model_options=model_options(steps, trust_remote_code),
+    )
+    with ranks(request) as request:
+        if request is not None:  # else another rank has done the work
+            _record(request)
+
+
+def _record(request: RunRequest) -> None:
+    from visitlens.hooks.shards import readable_bytes
+    from visitlens.probe.run import PreparedRun
+
+    with loading("the model and the text"):
         run = PreparedRun(request)
-        if workers == 1 and engine is Engine.process:
+        if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
-    console.print(
-        f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
-    )
-    with progress_bar() as progress:
-        task = progress.add_task("recording", total=None)
-        run.record(lambda done, total: progress.update(task, completed=done, total=total))
-    typer.echo(out)
+    documents = counted(len(run.contexts.document_hash), "document")
+    console.print(f"{counted(run.contexts.num_tokens, 'token')}, {documents}; writes {size} to {request.out}")
+    with progress_once_begun("recording") as show:
+        run.record(show)
+    typer.echo(request.out)
 
 
 def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:
