@@ -226,13 +226,16 @@ class StepValues:
     @cached_property
     def keys_seen(self) -> Tensor:
         """[token, step] as `visible_keys`; where a step has only some tokens as keys, those of them."""
-        keys = self.visible_keys.unsqueeze(1).repeat(1, len(self.plan))
-        starts = torch.tensor([start for start, end in self.segments.spans for _ in range(end - start)])
-        for step in range(len(self.plan)):
-            rule, there = self._captured.rules.get(step), self.visited(step)
-            if rule is not None and rule.among_visited and there is not None:
-                so_far = there.cumsum(0)
-                keys[:, step] = so_far - so_far[starts] + there[starts]
+        keys = self.visible_keys.unsqueeze(1).expand(-1, len(self.plan))
+        some = [step for step, rule in self._captured.rules.items() if rule.among_visited]
+        if some:
+            keys = keys.clone()
+            start = torch.arange(len(keys)) - self.segments.positions()
+            for step in some:
+                there = self.visited(step)
+                assert there is not None
+                before = there.cumsum(0) - there.long()
+                keys[:, step] = before + there - before[start]
         return keys
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
+
+if TYPE_CHECKING:
+    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _HALF_PRECISION = 5e-2
@@ -195,7 +197,7 @@ def _values(captured: Captured, sites: Iterable[str]) -> Iterator[tuple[str, int
 
 def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Tensor]:
     """Logits of new tokens from a position on, with the past in a cache."""
-    if isinstance(model, LoopedMoE):
+    if not isinstance(model, InstrumentedModel):
         native = model.new_cache()
 
         def decode_native(new: Tensor, position: int) -> Tensor:

@@ -88,8 +88,12 @@ class RecordedRun:
             )
         return RecordedRun(self.recording, name)
 
-    @cached_property
+    @property
     def _totals(self) -> dict[str, GroupTotals]:
+        return of_phase(self.recording.totals, None) if self._phase is None else self._phase_totals
+
+    @cached_property
+    def _phase_totals(self) -> dict[str, GroupTotals]:
         return of_phase(self.recording.totals, self._phase)
 
     @cached_property

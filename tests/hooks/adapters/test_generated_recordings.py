@@ -39,7 +39,7 @@ def recorded(model: Any, text: Any, out: Path, **options: Any) -> RecordedRun:
     return vl.open(out)
 
 
-@pytest.mark.parametrize("name", ["native", "hrm_text", "gpt_oss", "inkling2_loop_text", "zamba"])
+@pytest.mark.parametrize("name", ["native", "dory", "gpt_oss", "inkling2_loop_text", "zamba"])
 def test_what_is_recorded_of_a_cached_generation_is_one_forward_over_the_text(
     name: str, make_model: Callable[..., Any], adapted: Callable[..., Any], tmp_path: Path
 ) -> None:
