@@ -47,8 +47,8 @@ class Inside:
 @dataclass(frozen=True)
 class Visited:
     """Which tokens are really at a visit, where halting or routing leaves some out: a mask [batch, position], 0 for tokens that
-    the layer computes and the model throws away; or, `gathered`, the positions [batch, n] of the tokens that the layer is
-    given, which are then the only keys too.
+    the layer computes and the model throws away; or, `gathered`, the positions [batch, n] of the tokens that count: of
+    those that the layer is given, which are then the only keys too, or of all that it computes.
 
     Either a `read` (of the layer's own input, or, `at_body`, of a module below the body, whose last value before the visit
     counts); or `routes`, which gets each torch function (function, arguments, result) called in the module that holds the

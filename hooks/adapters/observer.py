@@ -218,8 +218,10 @@ class StepObserver:
             value = None if visited.read is None else _argument(visited.read, args, kwargs)
         there = torch.ones(self.whole, dtype=torch.bool)
         if value is not None and visited.gathered:
-            self.places = value.detach().reshape(self.shape).long()
-            there = torch.zeros(self.whole, dtype=torch.bool, device=value.device).scatter_(1, self.places, True)
+            places = value.detach().reshape(len(value), -1).long()
+            there = torch.zeros(self.whole, dtype=torch.bool, device=value.device).scatter_(1, places, True)
+            if places.shape == self.shape:  # else the layer computes every token, and the model takes these
+                self.places = places
         elif value is not None:
             there = value.detach().reshape(self.whole).bool()
         self.adapted.place(self.captured, VISITED, self.step or 0, there, self.whole)

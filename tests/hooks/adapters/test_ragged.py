@@ -90,6 +90,7 @@ class Recursion(nn.Module):
 
     def __init__(self, block: list[nn.Module], share: float) -> None:
         super().__init__()
+        self.shared_keys = False  # then every token is computed, so that all are keys, and the chosen ones are taken
         self.block, self.share, self.router = nn.ModuleList(block), share, nn.Linear(16, 1, bias=False)
 
     def forward(self, total: Tensor, before: Tensor | None, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -103,6 +104,12 @@ class Recursion(nn.Module):
         y = torch.gather(x, dim=1, index=chosen.expand(-1, -1, wide))
         if before is not None:
             chosen = torch.gather(before, dim=1, index=chosen)
+        if self.shared_keys:
+            y, causal = total.clone(), torch.ones(total.shape[1], total.shape[1]).tril().log()[None, None]
+            for layer in self.block:
+                y = layer(y, position_embeddings=embeddings, attention_mask=causal)
+            y = torch.gather(y, 1, chosen.expand(-1, -1, wide))
+            return torch.scatter_add(total, 1, chosen.expand(-1, -1, wide), y * weights), chosen
         there = [torch.gather(e.expand(len(x), -1, -1), 1, chosen.expand(-1, -1, e.shape[-1])) for e in embeddings]
         causal = torch.ones(y.shape[1], y.shape[1]).tril().log()[None, None]
         for layer in self.block:
@@ -259,6 +266,24 @@ def test_routed_tokens_are_put_back_in_their_places(recursive: Any) -> None:
     assert not p.movedim(1, 3)[~there].any() and not p.permute(0, 3, 1, 2)[~there].any()
     context = (p @ captured.get("V", 1, 2).nan_to_num().transpose(1, 2).repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(context[there], captured.get("PV", 1, 2)[there], atol=1e-5, rtol=1e-4)
+
+
+def test_chosen_among_tokens_that_are_all_computed(recursive: Any) -> None:
+    """With shared keys the layer gets every token: a visit's are those that the model takes, rows are over all keys."""
+    recursions = [layer for layer in recursive.body.layers if isinstance(layer, Recursion)]
+    for recursion in recursions:
+        recursion.shared_keys = True
+    try:
+        _, totals, values = totals_of(recursive, TOKENS, torch.arange(2)[:, None].expand(2, 24))
+        with capture(recursive, ["Q"]) as captured:
+            recursive(TOKENS)
+    finally:
+        for recursion in recursions:
+            recursion.shared_keys = False
+    assert [int(values.visited(step).sum()) for step in (1, 3, 5)] == [48, 36, 24]  # type: ignore[union-attr]  # known
+    assert not captured.get("Q", 1, 3).isnan().any()
+    assert totals["stage_cosine"].count[0, :, 1].tolist() == [36, 24, 24] * 2
+    assert not any(t.non_finite.any() for t in totals.values())
 
 
 def test_pairs_of_routed_visits_by_hand(recursive: Any) -> None:
