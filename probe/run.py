@@ -25,6 +25,7 @@ from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.kernels.errors import InputError
 from visitlens.probe.collect import StatisticsCollector
@@ -67,6 +68,8 @@ class RunRequest:
     engine: str = "process"
     ray_address: str | None = None
     synthetic: str = ""
+    url: str | None = None
+    """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
     mesh: DeviceMesh | None = None
     """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
 
@@ -155,6 +158,7 @@ class PreparedRun:
                     provenance=self.provenance,
                     attention_implementation=request.attention,
                     on_progress=on_progress,
+                    url=request.url,
                 )
         return request.out
 
@@ -168,7 +172,7 @@ class PreparedRun:
         """What computes and commits shards in this process."""
         request = self.request
         return recorder.ShardWriter(
-            self.model, self.contexts, request.out, self.statistics, request.options, request.attention
+            self.model, self.contexts, request.out, self.statistics, request.options, request.attention, request.url
         )
 
 
@@ -188,6 +192,10 @@ def record(
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
     """
+    if is_url(out):
+        raise InputError(
+            f"{out}: expected a folder; `visitlens record` writes into object stores, `visitlens pull` reads"
+        )
     options = RecordingOptions(level=level, sites=tuple(sites))
     request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
     return open_recording(PreparedRun(request).record())
