@@ -77,8 +77,12 @@ def check_hashes(path: Path, shards: Iterable[Mapping[str, Any]]) -> None:
 
 def all_documents(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     """Hashes of the documents in any part, each once and rising; None where one part's aren't known."""
-    known = list(parts)
-    return None if any(part is None for part in known) else np.unique(np.concatenate([*known, np.empty(0, np.uint64)]))
+    known = [np.empty(0, np.uint64)]
+    for part in parts:
+        if part is None:
+            return None
+        known.append(part)
+    return np.unique(np.concatenate(known))
 
 
 class Ledger:

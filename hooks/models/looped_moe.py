@@ -10,6 +10,7 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -105,7 +106,9 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
-        self.run_experts = grouped_experts  # `expert_parallel` puts its own in its place
+        self.run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
+            grouped_experts  # `expert_parallel` puts its own in its place
+        )
 
     def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
