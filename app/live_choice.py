@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from visitlens.app.context import View
+from visitlens.hooks.loop_plan import visit_choices
 from visitlens.kernels.errors import InputError
-from visitlens.probe.live_ablation import KINDS, visit_choices
+from visitlens.probe.live_ablation import KINDS
 from visitlens.probe.live_run import LiveRun
 
 PARAMETERS = ("job", "at", "silence", "scan", "when", "kind", "target", "lens")
@@ -39,7 +40,7 @@ def choice(view: View, run: LiveRun) -> LiveChoice:
     except InputError:
         pair = run.pair(layer)
     at = number(extra.get("at"), len(run), len(run) - 1)
-    choices = visit_choices(plan, layer)
+    choices = visit_choices(plan.visits[layer])
     asked = tuple(int(part) for part in extra.get("when", "").split("-") if part.isdigit())
     return LiveChoice(
         layer=layer,

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from visitlens.app.jobs import JobQueue, OnProgress
 from visitlens.kernels.errors import InputError
-from visitlens.probe.live_ablation import HeadAblation, HeadScan
+from visitlens.probe.live_ablation import HeadScan, SilencedHead
 from visitlens.probe.live_prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
 from visitlens.probe.live_run import LiveRun
 
 if TYPE_CHECKING:
     from visitlens.probe.live import LiveModel
 
-Result = TypeVar("Result", LiveRun, HeadAblation, HeadScan)
-_NAMES = {LiveRun: "run of a prompt", HeadAblation: "silenced head", HeadScan: "scan of heads"}
+Result = TypeVar("Result", LiveRun, SilencedHead, HeadScan)
+_NAMES = {LiveRun: "run of a prompt", SilencedHead: "silenced head", HeadScan: "scan of heads"}
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +67,7 @@ class LiveService:
     def ablate(self, tab: str, run: LiveRun, layer: int, head: int, visits: tuple[int, ...], kind: str) -> str:
         """The id of a job that silences a head. Raises QueueFullError: too many jobs wait."""
 
-        def work(on_progress: OnProgress) -> HeadAblation:
+        def work(on_progress: OnProgress) -> SilencedHead:
             return self._loaded().ablate(run, layer, head, visits, kind, on_progress=on_progress)
 
         return self.jobs.submit(tab, work)

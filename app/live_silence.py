@@ -10,14 +10,15 @@ from dash import html
 from visitlens.app.components import card, selector, table
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_parts import bar, button, visible
-from visitlens.probe.live_ablation import KINDS, HeadAblation, visit_choices
+from visitlens.hooks.loop_plan import visit_choices
+from visitlens.probe.live_ablation import KINDS, SilencedHead
 from visitlens.probe.live_figures import place_label
 from visitlens.probe.live_run import LiveRun
 
 
-def silence_card(run: LiveRun, chosen: LiveChoice, ablation: HeadAblation | None, said: str) -> html.Section:
+def silence_card(run: LiveRun, chosen: LiveChoice, ablation: SilencedHead | None, said: str) -> html.Section:
     """Silences the chosen head, at one visit or all, and shows what changes after the chosen token."""
-    choices = visit_choices(run.plan, chosen.layer)
+    choices = visit_choices(run.plan.visits[chosen.layer])
     whens = [("-".join(map(str, c)), _when(c, len(choices))) for c in choices]
     targets = [(str(token), f"“{visible(text)}” ({p:.3f})") for token, text, p in run.next_tokens(chosen.at)]
     if str(chosen.target) not in dict(targets):
@@ -56,7 +57,7 @@ def _when(visits: tuple[int, ...], choices: int) -> str:
     )
 
 
-def _ablation(ablation: HeadAblation, chosen: LiveChoice) -> list[Any]:
+def _ablation(ablation: SilencedHead, chosen: LiveChoice) -> list[Any]:
     where = place_label(ablation.layer, ablation.visits, ablation.run.plan.visits[ablation.layer])
     change = f"{ablation.log_prob_change(chosen.at, chosen.target):+.4f}".replace("-", "−")
     target = visible(ablation.run.text_of(chosen.target))

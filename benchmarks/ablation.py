@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import typer
 
+from visitlens.hooks.loop_plan import visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.ablation import Task, ablate_heads, nll, visit_choices
+from visitlens.probe.ablation import Task, ablate_heads, nll
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.dyck_study import DyckSettings, dyck_task
 

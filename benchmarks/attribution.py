@@ -57,7 +57,7 @@ def main(
         "attribution_seconds": statistics.median(fast),
     }
     for kind, means in (("zero", None), ("mean", site_means(native, sample.contexts, ["PV"]))):
-        guess, experts = (effect.sum(0) / counts for effect in attribute(native, sample, means))
+        guess, experts = (effect.sum(0) / counts for effect in attribute(native, sample, means).values())
         results[f"heads_{kind}"] = agreement(native, sample, "heads", guess, spread(guess, checked), means)
         if means is None:
             results["experts"] = agreement(native, sample, "experts", experts, spread(experts, checked), None)

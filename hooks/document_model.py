@@ -7,7 +7,7 @@ Documents of equal length run in one batch, each as its own unpadded sequence fr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,13 @@ from torch.nn import functional as F
 
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.kernels.segments import Segments
+
+Change = Callable[[str, Step, Tensor], Tensor | None]
+"""(site, step, value [context, position, ...]) -> what takes its place; None leaves it."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +37,26 @@ class Part:
     whole: bool
 
 
+class OverwrittenError(VisitlensError, RuntimeError):
+    """A model changed values in place after they were read; they are copied from then on."""
+
+
 class DocumentModel(InstrumentedModel):
-    """`part` is the batch of documents at work, None where the model is run past `__call__`."""
+    """`part` is the batch of documents at work, None where the model is run past `__call__`. `copied` are sites that the model
+    overwrites in place after they are read: found out at the first forward, and kept as copies."""
 
     part: Part | None = None
+    copied: frozenset[str] = frozenset()
 
     @abstractmethod
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
         """Logits [document, position, vocab] of one batch of token ids; None for "none"."""
 
     def __call__(self, tokens: Tensor, segments: Tensor | None = None, *, return_type: str = "logits") -> Tensor | None:
-        """As `InstrumentedModel`.
+        return self.forward(tokens, segments, return_type=return_type)
+
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, *, return_type: str = "logits") -> Tensor | None:
+        """As `InstrumentedModel.__call__`.
 
         Raises:
             InputError: ids outside the vocabulary, shapes that disagree, a document longer than the model's context.
@@ -55,8 +68,11 @@ class DocumentModel(InstrumentedModel):
         logits = None
         for part in _parts(tokens, segments):
             self.part = part
+            documents = tokens.flatten()[part.index.to(tokens.device)].long()
             try:
-                piece = self.run_documents(tokens.flatten()[part.index.to(tokens.device)].long(), return_type)
+                piece = self.run_documents(documents, return_type)
+            except OverwrittenError:
+                piece = self.run_documents(documents, return_type)
             finally:
                 self.part = None
             if piece is None:
@@ -75,15 +91,45 @@ class DocumentModel(InstrumentedModel):
     def place(self, captured: Captured, site: str, step: int, value: Tensor, batch: tuple[int, ...]) -> None:
         """Stores a site's value of the batch at work. What is padding is NaN (0 in a pattern, and for expert ids)."""
         value = value.detach()
-        if value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
+        if site in SITES and value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
             value = value.unflatten(0, batch)
         part = self.part
-        if part is None:
-            captured.store(site, step, value)
-        elif part.whole and site != "P":
-            captured.store(site, step, value.flatten(0, 1).unflatten(0, (part.contexts, part.length)))
-        else:
+        if part is not None and (site == "P" or not part.whole):
             captured.store(site, step, _placed(part, captured.held(site, step), site, value))
+            return
+        if site in self.copied or value.is_inference():
+            value = value.clone()
+        if part is not None and value.shape[:2] != (part.contexts, part.length):
+            value = value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
+        captured.store(site, step, value)
+
+    def check_kept(self, captured: Captured) -> None:
+        """At the end of a forward: what was read is what is kept.
+
+        Raises:
+            OverwrittenError: the model has changed some of it in place.
+        """
+        if found := captured.overwritten():
+            self.copied |= found
+            raise OverwrittenError(
+                f"{self.config.family} overwrites {', '.join(sorted(found))} in place after they were read; they are copied from now "
+                "on: run the forward again"
+            )
+
+    def changed(self, change: Change, site: str, step: Step, value: Tensor, batch: tuple[int, ...]) -> Tensor | None:
+        """What `change` makes of a site's value of the batch at work, in the value's own shape; None where nothing changes.
+
+        Raises:
+            InputError: the model is run past `__call__`, so that its documents aren't known.
+        """
+        if self.part is None:
+            raise InputError("call the adapted model itself inside `intervene`: only it says which tokens run")
+        laid = value.unflatten(0, batch) if value.ndim == 1 + len(SITES[site].axes) else value
+        after = change(site, step, _in_contexts(self.part, site, laid))
+        if after is None:
+            return None
+        new = _of_documents(self.part, site, after).reshape(value.shape)
+        return None if not new.requires_grad and torch.equal(new, value) else new
 
     def _check(self, tokens: Tensor, segments: Tensor | None) -> None:
         if tokens.ndim != 2 or tokens.numel() == 0:
@@ -101,20 +147,43 @@ class DocumentModel(InstrumentedModel):
             raise InputError(f"{tokens.shape[1]} positions exceed the model's context of {self.config.context_length}")
 
 
-def _placed(part: Part, buffer: Tensor | None, site: str, value: Tensor) -> Tensor:
+def _placed(part: Part, buffer: Tensor | None, site: str, value: Tensor, fill: float = float("nan")) -> Tensor:
     """Documents [document, position, ...] in their places among the contexts; of a pattern [document, head, query, key]."""
     if site == "P":
         if buffer is None:
             buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
-        for document, start in zip(value, part.index[:, 0].tolist(), strict=True):
-            context, at = divmod(start, part.length)
-            buffer[context, :, at : at + document.shape[1], at : at + document.shape[1]] = document
+        for document, (context, span) in zip(value, _spans(part), strict=True):
+            buffer[context, :, span, span] = document
         return buffer
     if buffer is None:
-        fill = float("nan") if value.is_floating_point() else 0
-        buffer = value.new_full((part.contexts, part.length, *value.shape[2:]), fill)
+        buffer = value.new_full(
+            (part.contexts, part.length, *value.shape[2:]), fill if value.is_floating_point() else 0
+        )
     buffer.flatten(0, 1)[part.index.flatten().to(value.device)] = value.flatten(0, 1)
     return buffer
+
+
+def _spans(part: Part) -> Iterator[tuple[int, slice]]:
+    """Context and positions of each document."""
+    for start in part.index[:, 0].tolist():
+        context, at = divmod(start, part.length)
+        yield context, slice(at, at + part.index.shape[1])
+
+
+def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
+    """As `_placed` in a buffer of zeros, the value itself where it has the contexts' shape already."""
+    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+        return value if site == "P" else value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
+    return _placed(part, None, site, value, 0.0)
+
+
+def _of_documents(part: Part, site: str, value: Tensor) -> Tensor:
+    """The inverse of `_in_contexts`."""
+    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+        return value
+    if site == "P":
+        return torch.stack([value[context, :, span, span] for context, span in _spans(part)])
+    return value.flatten(0, 1)[part.index.to(value.device)]
 
 
 def _parts(tokens: Tensor, segment_ids: Tensor | None) -> Iterator[Part]:

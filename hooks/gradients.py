@@ -1,69 +1,72 @@
-"""Gradients of a number that a model's final residual stream gives, at sites: what gradient attribution starts from."""
+"""Gradients of a number that a model's logits give, at sites: what gradient attribution starts from."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from visitlens.hooks.sites import SITES, check_sites
+from visitlens.hooks.capture import capture
+from visitlens.hooks.intervene import intervene
+from visitlens.hooks.interventions.forward import At
+from visitlens.hooks.interventions.intervention import Intervention, Place
+from visitlens.hooks.sites import check_sites
 from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
+    from visitlens.hooks.instrumented import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
 @dataclass(frozen=True, eq=False)
 class SiteGradients:
-    """By (site, step): `values` and, of the same shapes, `gradients`; sites that were only watched have no gradient."""
+    """By (site, step), [context, position, ...]: `values` and, of the same shapes, `gradients`; sites that were only
+    watched have no gradient. A step that lacks a site has neither."""
 
     values: dict[tuple[str, int], Tensor]
     gradients: dict[tuple[str, int], Tensor]
 
 
 def site_gradients(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     tokens: Tensor,
     segments: Tensor,
     sites: Iterable[str],
     metric: Callable[[Tensor], Tensor],
     watch: Iterable[str] = (),
 ) -> SiteGradients:
-    """One forward and one backward. `metric` takes the residual stream after the last step, [context, position, H];
-    `watch` names sites whose values are kept beside.
+    """One forward and one backward. `metric` takes the logits [context, position, vocab]; `watch` names sites whose
+    values are kept beside.
 
     Documents don't meet, so the gradient of a sum of losses is that of each document's own at its own tokens.
 
     Raises:
-        InputError: an unknown site, or one whose values are numbers of experts or kept off the computed path (P).
+        InputError: an unknown site, or one whose values are numbers of experts.
     """
     sites, watch = check_sites(sites), check_sites(watch)
-    if {"experts", "P"} & set(sites):
-        raise InputError(
-            "no gradient at 'experts', which are numbers, nor at 'P', which is computed beside the path; use gates or PV"
-        )
+    if "experts" in sites:
+        raise InputError("no gradient at 'experts', which are numbers; use gates")
     values: dict[tuple[str, int], Tensor] = {}
+    leaves: dict[tuple[str, int], Tensor] = {}
 
-    def begin(value: Tensor, hook: Any) -> Tensor:
-        return value.detach().requires_grad_(True)
+    def lifted(value: Tensor, at: At) -> Tensor:
+        """The value plus zeros, whose gradient is the value's. Documents that run in parts have zeros elsewhere."""
+        key = at.site, at.step.index
+        if key not in leaves:
+            leaves[key], values[key] = torch.zeros_like(value, requires_grad=True), torch.zeros_like(value)
+        values[key] += value.detach()
+        return value + leaves[key]
 
-    def keep(value: Tensor, hook: Any, key: tuple[str, int]) -> None:
-        values[key] = value
-
-    hooks: list[tuple[Any, Any]] = [("hook_embed", begin)]
-    for step in model.plan.steps:
-        prefix = f"blocks.{step.layer}.visit.{step.visit}"
-        hooks += [(f"{prefix}.{SITES[site].hook}", partial(keep, key=(site, step.index))) for site in (*sites, *watch)]
-    last = model.plan.steps[-1]
-    final: list[Tensor] = []
-    hooks.append((f"blocks.{last.layer}.visit.{last.visit}.hook_resid_post", lambda value, hook: final.append(value)))
-    with torch.enable_grad(), model.hooks(fwd_hooks=hooks):
-        model(tokens, segments, return_type="none")
-        wanted = [key for key in values if key[0] in sites]
-        gradients = torch.autograd.grad(metric(final[0]), [values[key] for key in wanted])
-    detached = {key: value.detach() for key, value in values.items()}
-    return SiteGradients(detached, dict(zip(wanted, gradients, strict=True)))
+    chain = [Intervention("gradient", Place.of(site), lifted) for site in sites]
+    with torch.enable_grad(), intervene(model, chain), capture(model, watch) as captured:
+        logits = model(tokens, segments)
+        assert logits is not None
+        gradients = torch.autograd.grad(metric(logits), list(leaves.values()))
+    for site in watch:
+        for step in model.plan.steps:
+            if step.index not in captured.absent.get(site, {}):
+                values[site, step.index] = captured.at(site, step.index)
+    return SiteGradients(values, dict(zip(leaves, gradients, strict=True)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.kernels.errors import InputError
 
@@ -43,6 +43,10 @@ class ModelFacts:
     missing: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    learned_sink: bool = False
+    """Whether attention rows sum to 1 together with a slot of the model's own."""
+    ragged: bool = False
+    """Whether halting or routing leaves tokens out of visits."""
     order: tuple[int, ...] = ()
     """Physical layer of each step: part of a recording's identity, where loops are counted at run time."""
     layer_names: tuple[str, ...] = ()
@@ -81,6 +85,29 @@ class InstrumentedModel(ABC):
     @abstractmethod
     def observing(self, captured: Captured) -> AbstractContextManager[None]:
         """Inside, each forward stores the captured sites of every step, and leaves the model's plan only with a PlanError."""
+
+    def changing(
+        self,
+        places: Collection[tuple[str, Step]],
+        change: Callable[[str, Step, torch.Tensor], torch.Tensor | None],
+    ) -> AbstractContextManager[None]:
+        """Inside, each forward puts what `change(site, step, value)` returns in a site's place; None leaves it. Values are
+        [context, position, ...], zeros where other documents than those at work lie.
+
+        Raises:
+            InputError: this kind of model can only be read.
+        """
+        raise InputError(
+            f"{type(self).__name__} can be read, not intervened on: adapt the model itself (visitlens.adapt)"
+        )
+
+    def with_loop_count(self, visits: int) -> InstrumentedModel:
+        """The same model with its loops run `visits` times.
+
+        Raises:
+            InputError: its loop count isn't a number that it reads when it runs.
+        """
+        raise InputError(f"{self.config.family} doesn't read its loop count when it runs, so it can't be changed")
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...

@@ -8,8 +8,10 @@ site of one step, in the order given, each on the result of the one before; a ne
 one. A visit that takes from another takes the value after all interventions on it.
 
 Nothing is written in place, and a change to an equal value changes nothing: those logits are bit-identical. Hooks are gone after the `with`,
-however it ends. A model that isn't the native one takes part if it has a `plan` and `site_hook(site, step)`, the name
-or function by which its `hooks(fwd_hooks=...)` finds the site.
+however it ends.
+
+**Adapted models.** Whatever an adapter reads can be changed, and what it lacks is refused with its reason. Documents run
+one by one there, so `mean` without `over` and `resample` take from the run without these interventions (one more forward).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
@@ -73,7 +76,7 @@ do = sys.modules[__name__]
 
 @contextmanager
 def intervene(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     *interventions: Intervention | Iterable[Intervention],
     earlier: SiteValues | None = None,
     must_match: bool = True,
@@ -91,15 +94,21 @@ def intervene(
     if not chain:
         yield
         return
-    if not hasattr(model, "hooks"):
+    instrumented = isinstance(model, InstrumentedModel)
+    if not instrumented and not hasattr(model, "hooks"):
         raise InputError(
-            f"interventions need a model with hook points, such as the native LoopedMoE; {type(model).__name__} has none"
+            f"interventions need the native LoopedMoE or an adapted model (visitlens.adapt); {type(model).__name__} has no hook points"
         )
-    for intervention in chain:
-        intervention.prepare(model.plan)
+    if instrumented:
+        chain = fitted(chain, model)
     session = _Session(model, chain, earlier)
-    names = [(_hook_name(model, site, step), partial(session.change, site, step)) for site, step in session.places]
-    with model.hooks(fwd_hooks=names), ExitStack() as put_back:
+    if instrumented:
+        changing = model.changing(session.places, session.change)
+    else:
+        changing = model.hooks(
+            fwd_hooks=[(_hook_name(s, step), partial(session.change, s, step)) for s, step in session.places]
+        )
+    with changing, ExitStack() as put_back:
         for method, follow in (("forward", session.follow), ("run_steps", session.follow_steps)):
             if hasattr(model, method):
                 put_back.callback(_restore, model, method, model.__dict__.get(method))
@@ -107,6 +116,20 @@ def intervene(
         yield
     if must_match:
         session.check_matched()
+
+
+def fitted(chain: list[Intervention], model: InstrumentedModel) -> list[Intervention]:
+    """The chain as it is done in a model whose next residual may not be the sum of writes.
+
+    Raises:
+        InputError: a site that the model doesn't have, with the reason.
+    """
+    missing = model.config.missing
+    if "sum of writes" in missing and "resid_out" not in missing:
+        chain = list(dict.fromkeys(i.unless_summed or i for i in chain))
+    for intervention in chain:
+        model.check_sites((intervention.place.site, *intervention.beside))
+    return chain
 
 
 def _restore(model: Any, method: str, own: Any) -> None:
@@ -119,21 +142,33 @@ def _restore(model: Any, method: str, own: Any) -> None:
 class _Session:
     """What one `with` keeps: who acts where, and the forward that is running."""
 
-    def __init__(self, model: LoopedMoE, chain: list[Intervention], earlier: SiteValues | None) -> None:
+    def __init__(
+        self, model: LoopedMoE | InstrumentedModel, chain: list[Intervention], earlier: SiteValues | None
+    ) -> None:
         self.model, self.chain, self.plan, self.earlier = model, chain, model.plan, earlier
         self.forward: Forward | None = None
         self.muted, self.forwards = False, 0
         self.matched = [False] * len(chain)
         self.acting: dict[tuple[str, int], list[int]] = {}
         self.stored: set[tuple[str, int]] = set()
+        self.in_parts = isinstance(model, InstrumentedModel)
+        absent = model.absent_steps() if isinstance(model, InstrumentedModel) else {}
         for number, intervention in enumerate(chain):
             steps = intervention.place.steps(self.plan)
             if not steps:
                 raise InputError(f"{intervention} matched nothing; visits per layer are {self.plan.visits}")
+            without = absent.get(intervention.place.site, {})
+            if all(step.index in without for step in steps):
+                raise InputError(
+                    f"{intervention} matched nothing: {steps[0]} has no such site, {without[steps[0].index]}"
+                )
+            steps = [step for step in steps if step.index not in without]
+            intervention.prepare(steps)
             for step in steps:
                 self.acting.setdefault((intervention.place.site, step.index), []).append(number)
-            self.stored |= intervention.stored(self.plan)
-        self.reference_sites = {i.place.site for i in chain if i.needs_reference}
+            self.stored |= {(s, step) for s, step in intervention.stored(self.plan) if step not in absent.get(s, {})}
+        needing = [i for i in chain if i.needs_reference or (i.whole_batch and self.in_parts)]
+        self.reference_sites = {site for i in needing for site in (i.place.site, *i.beside)}
 
     @property
     def places(self) -> list[tuple[str, Step]]:
@@ -148,7 +183,8 @@ class _Session:
                 return forward(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             tokens, cache = next(iter(given.values())), given.get("cache")
-            current = Forward(tokens, given.get("segments"), 0 if cache is None else cache.length)
+            offset = 0 if cache is None else cache.length
+            current = Forward(tokens, given.get("segments"), offset, in_parts=self.in_parts)
             if self.reference_sites:
                 if cache is not None:
                     raise InputError("swap needs a run without interventions, which a KV cache doesn't allow")
@@ -187,7 +223,7 @@ class _Session:
         finally:
             self.muted = False
 
-    def change(self, site: str, step: Step, value: Tensor, hook: Any) -> Tensor | None:
+    def change(self, site: str, step: Step, value: Tensor, hook: Any = None) -> Tensor | None:
         """The hook of one site at one step; None where nothing changes."""
         if self.muted:
             return None
@@ -211,41 +247,63 @@ class _Session:
             )
 
 
-def _hook_name(model: Any, site: str, step: Step) -> Any:
-    if hasattr(model, "site_hook"):
-        return model.site_hook(site, step)
+def _hook_name(site: str, step: Step) -> str:
     return f"blocks.{step.layer}.visit.{step.visit}.{SITES[site].hook}"
 
 
-def site_means(model: LoopedMoE, contexts: PackedTokens, sites: Iterable[str], batch: int = 1) -> SiteMeans:
+def site_means(
+    model: LoopedMoE | InstrumentedModel, contexts: PackedTokens, sites: Iterable[str], batch: int = 1
+) -> SiteMeans:
     """(site, step) -> mean over the real tokens of a sample, in float64: what `mean(..., over=)` takes."""
+    sites = tuple(sites)
     totals: dict[tuple[str, int], Tensor] = {}
-    device = model.embed.W_E.device
-    with capture(model, sites) as captured, torch.no_grad():
+    uses: dict[int, Tensor] = {}
+    device = next(iter(model.parameters())).device
+    beside = ["experts"] if "expert_out" in sites and "experts" not in sites else []
+    with capture(model, [*sites, *beside]) as captured, torch.no_grad():
         for first in range(0, len(contexts.tokens), batch):
             rows = slice(first, first + batch)
             segments = torch.from_numpy(contexts.segments[rows]).to(device)
             model(torch.from_numpy(contexts.tokens[rows]).to(device), segments, return_type="none")
-            for site in captured.sites:
+            for site in sites:
                 for step in captured.plan.steps:
-                    total = captured.at(site, step.index)[segments >= 0].double().sum(0)
+                    if step.index in captured.absent.get(site, {}):
+                        continue
+                    value = captured.at(site, step.index)[segments >= 0].double()
+                    if site == "expert_out":
+                        ids = captured.at("experts", step.index)[segments >= 0].flatten()
+                        count = torch.bincount(ids, minlength=model.config.num_experts)
+                        uses[step.index] = uses.get(step.index, 0) + count
+                        total = value.new_zeros(len(count), value.shape[-1]).index_add(0, ids, value.flatten(0, 1))
+                    else:
+                        total = value.sum(0)
                     totals[site, step.index] = totals.get((site, step.index), 0) + total
-    return {key: total / contexts.num_tokens for key, total in totals.items()}
+    return {
+        (site, step): total / (uses[step].clamp(min=1).unsqueeze(1) if site == "expert_out" else contexts.num_tokens)
+        for (site, step), total in totals.items()
+    }
 
 
-def with_loop_count(model: LoopedMoE, visits: int, residual_scale: str = "rescaled") -> LoopedMoE:
+def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_scale: str | None = None) -> Any:
     """The same weights (the same Parameters) with the loop span run `visits` times.
 
-    `residual_scale`: "rescaled" scales each write in the span by 1/visits, as a model trained so; "kept" leaves the scale
-    that this model was trained with.
+    `residual_scale`, of the native model: "rescaled" (the default) scales each write in the span by 1/visits, as a model
+    trained so; "kept" leaves the scale that this model was trained with. Other families have no such scale.
 
     Raises:
-        InputError: an unlooped model, a loop count below 1, an unknown scale.
+        InputError: an unlooped model, a loop count below 1, an unknown scale, a family whose loop count is built in.
     """
+    if isinstance(model, InstrumentedModel):
+        if residual_scale not in (None, "kept"):
+            raise InputError(
+                f"{model.config.family} doesn't scale its writes by the loop count: leave residual_scale out"
+            )
+        return model.with_loop_count(visits)
     from dataclasses import replace as changed
 
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
+    residual_scale = residual_scale or "rescaled"
     if model.config.loop_start == model.config.loop_stop:
         raise InputError("an unlooped model has no span to run more often")
     if residual_scale not in ("rescaled", "kept"):

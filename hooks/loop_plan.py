@@ -122,3 +122,9 @@ class LoopSpec:
         start, stop = (self.span.start, self.span.stop) if len(self.span) else (self.layers, self.layers)
         prelude, recurrent, coda = range(start), list(self.span) * self.visits, range(stop, self.layers)
         return ExecutionPlan.from_layers([*prelude, *recurrent, *coda])
+
+
+def visit_choices(visits: int) -> tuple[tuple[int, ...], ...]:
+    """Each visit alone, then all together: `((1,), (2,), (1, 2))`; one visit has one choice."""
+    alone = tuple((v,) for v in range(1, visits + 1))
+    return alone if visits == 1 else (*alone, tuple(range(1, visits + 1)))

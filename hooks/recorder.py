@@ -23,11 +23,13 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.object_store import ObjectStore, RemoteLedger
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import check_room, committing, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.errors import InputError
@@ -224,6 +226,8 @@ def describe_run(
         "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
         "measures": sorted(statistics.measures),
     }
+    if contexts.generated is not None:
+        config["generated"] = True
     config = json.loads(json.dumps(config))
     return {
         "run_uuid": str(uuid.uuid4()),
@@ -287,6 +291,8 @@ class ShardWriter:
         attention_implementation: str = "auto",
         url: str | None = None,
     ) -> None:
+        if options.level == "maps" and contexts.generated is not None:
+            raise InputError("attention maps aren't kept of generated texts; record the finished texts at level 'maps'")
         if options.level == "maps" and contexts.tokens.shape[1] > schema.MAX_MAP_CONTEXT:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
@@ -332,7 +338,9 @@ class ShardWriter:
         after the context at hand and holds those before."""
         shard = ShardArrays(task)
         try:
-            with capture(self.model, self.sites) as captured, torch.inference_mode():
+            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
+            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
+            with capture(self.model, self.sites) as captured, mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)
@@ -348,19 +356,33 @@ class ShardWriter:
         tokens = torch.from_numpy(self.contexts.tokens[rows])
         segment_ids = torch.from_numpy(self.contexts.segments[rows])
         device = next(self.model.parameters()).device
-        self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        written = None
+        if self.contexts.generated is None:
+            self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        else:
+            generated = torch.from_numpy(self.contexts.generated[rows])
+            captured = replay(self.model, captured, tokens.to(device), generated.masked_fill(segment_ids < 0, -1))
+            written = generated[segment_ids >= 0]
         values = StepValues(captured, segment_ids, self.attention)
+        values.written = None if written is None else written > 0
         real = segment_ids[segment_ids >= 0].long()
         stored = self.statistics.update(values, self.segment_group[real])
         if self.options.level != "summary":
             shard.keep("tokens/id", tokens[segment_ids >= 0].numpy().astype(np.uint32))
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
+            if written is not None:
+                shard.keep("tokens/generated", written.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
             if self.model.config.experts_per_token:
                 ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
                 shard.keep("routing/ids", ids.numpy().astype(np.uint16))
                 shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
+            if isinstance(self.model, InstrumentedModel) and self.model.config.ragged:
+                there = [values.visited(step) for step in steps]
+                everyone = torch.ones(len(real), dtype=torch.bool)
+                visited = torch.stack([everyone if t is None else t for t in there])
+                shard.keep("routing/visited", visited.numpy().astype(np.uint8))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:
@@ -408,50 +430,6 @@ class ShardWriter:
             return self.store.put_shard(path, shard_)
         finally:
             path.unlink()
-
-
-class ShardArrays:
-    """Arrays of a token range, gathered context by context."""
-
-    def __init__(self, task: ShardTask) -> None:
-        self.task = task
-        self.tokens = self.contexts = 0
-        self.totals: dict[str, GroupTotals] = {}
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._token_starts: dict[str, int] = {}
-
-    @property
-    def rows(self) -> slice:
-        """Its contexts so far."""
-        return slice(self.task.start, self.task.start + self.contexts)
-
-    @property
-    def nbytes(self) -> int:
-        """Before compression."""
-        return sum(part.nbytes for parts in self._parts.values() for part in parts)
-
-    def keep(self, name: str, part: np.ndarray, token_start: int | None = None) -> None:
-        self._parts.setdefault(name, []).append(part)
-        if token_start is not None:
-            self._token_starts.setdefault(name, token_start)
-
-    def write(self, file: h5py.File, dtype: torch.dtype) -> None:
-        for name in list(self._parts):
-            parts = self._parts.pop(name)
-            vector = name.startswith(("resid/", "vec/"))
-            array = np.concatenate(parts, axis=0 if name.startswith(("tokens/", "attn/")) else 1)
-            if name.startswith("tokens/"):
-                chunks = (min(len(array), 65_536),)
-            elif name.startswith("attn/"):
-                chunks = (1, 1, *array.shape[2:])
-            else:
-                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
-            filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
-            dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
-            if name in self._token_starts:
-                dataset.attrs["token_start"] = np.int64(self._token_starts[name])
-                if dtype == torch.bfloat16:
-                    schema.set_text(dataset.attrs, "logical_dtype", "bfloat16")
 
 
 @contextmanager

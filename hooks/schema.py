@@ -67,8 +67,22 @@ LAYOUTS = (
     Layout("tokens/id", ("token",), ("u4",), "tokens", "token ids"),
     Layout("tokens/segment", ("token",), ("u4",), "tokens", "segment, rising over the whole recording"),
     Layout("tokens/pos", ("token",), ("u4",), "tokens", "position in the segment"),
+    Layout(
+        "tokens/generated",
+        ("token",),
+        ("u4",),
+        "tokens",
+        "0 in a prompt (prefill), n at the n-th token generated after it (decode); of generated texts",
+    ),
     Layout("routing/ids", ("step", "token", "k"), ("u2",), "tokens", "experts used (S)"),
     Layout("routing/gate", ("step", "token", "k"), ("f2",), "tokens", "their gates (g)"),
+    Layout(
+        "routing/visited",
+        ("step", "token"),
+        ("u1",),
+        "tokens",
+        "1 where a token is really at a step; of models whose visits leave tokens out",
+    ),
     Layout("stats/MEASURE", ("*", "token", "*"), ("f4",), "tokens", "a measure's value for each token"),
     Layout(
         "resid/full", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "residual stream at the step's input"

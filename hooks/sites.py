@@ -34,6 +34,7 @@ SITES = {
         Site("V", "V", ("kv_head", "d"), "attn.hook_v", "values", "vec/v"),
         Site("P", "P", ("head", "key"), "attn.hook_pattern", "attention pattern", "attn/p"),
         Site("PV", "PV", ("head", "d"), "attn.hook_z", "attended context", "vec/pv"),
+        Site("O", "O", ("hidden",), "attn.hook_o", "attention output PV W_O, before the 1/r scale"),
         Site(
             "attn_write", "d_attn", ("hidden",), "hook_attn_out", "attention write, after the 1/r scale", "resid/attn"
         ),
@@ -42,15 +43,20 @@ SITES = {
         Site("experts", "S", ("k",), "mlp.hook_expert_indices", "experts used", "routing/ids"),
         Site("gates", "g", ("k",), "mlp.hook_expert_weights", "gates of the experts used", "routing/gate"),
         Site("expert_in", "", ("hidden",), "mlp.hook_expert_in", "what the experts read, the router having chosen"),
+        Site("expert_out", "", ("k", "hidden"), "mlp.hook_result", "output of each expert used, before its gate"),
         Site("moe_write", "d_moe", ("hidden",), "hook_mlp_out", "MoE write, after the 1/r scale", "resid/moe"),
+        Site("resid_out", "x'", ("hidden",), "hook_resid_post", "residual stream after the step"),
     )
 }
 ACTIVATION_SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write")
-"""What level `activations` can store. O is `attn_write` times r and isn't stored twice."""
+"""What level `activations` can store. O is `attn_write` times r, `resid_out` the next step's `resid`: neither is stored twice."""
 
 ASSUMPTIONS = {
     "sum of writes": "residual in + attention write + MoE write = residual out",
+    "next token": "the logits at a token are of the token after it, from what comes before",
     "softmax router": "the router's scores over all experts are a softmax",
+    "ragged visits": "halting or routing leaves tokens out of visits",
+    "learned sink": "attention rows have a slot of the model's own that takes mass and gives nothing",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""
 

@@ -49,6 +49,13 @@ def grouped_experts(
     raise InputError(f"expected implementation 'auto' or one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
+def expert_outputs(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """[token, k, H] what each chosen expert gives, before its gate: k times the memory of the weighted sum."""
+    tokens, k = experts.shape
+    rows, ones = x.repeat_interleave(k, dim=0), x.new_ones(tokens * k, 1)
+    return grouped_experts(rows, experts.reshape(-1, 1), ones, w_in, w_out).view(tokens, k, w_out.shape[2])
+
+
 def expert_rows(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, first: int) -> Tensor:
     """[token, k, H] what each chosen expert adds, where `w_in`, `w_out` hold experts `first` and on alone; 0 for the others.
 

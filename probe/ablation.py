@@ -1,14 +1,15 @@
 """Head ablation: every head of the looped block, one at a time, at each visit alone and at all of them together.
 
-The ablated unit is one query head's attended context PV before W_O. Nothing before the ablated step is computed again:
-each run starts from the intact residual stream there, all heads of a layer run side by side as contexts of one batch, and
+The ablated unit is one query head's attended context PV before W_O. An adapted model runs whole for each head. In the native
+one nothing before the ablated step is computed again: each run starts from the intact residual stream there, all heads of a layer run side by side as contexts of one batch, and
 a run that is ablated at every visit forks from the one that is ablated at the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.hooks.capture import capture
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.hooks.intervene import replace as put_in
+from visitlens.hooks.loop_plan import ExecutionPlan, visit_choices
 from visitlens.kernels.errors import InputError
+from visitlens.probe.scores import check_predicts, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -60,6 +66,10 @@ class AblationSums:
     count: np.ndarray
 
 
+Ablated = tuple[np.ndarray, Iterator[list[tuple[tuple[int, ...], int, np.ndarray]]]]
+"""The metric of the intact model [target], and for each layer (visits, place of the head, metric [target])."""
+
+
 def nll(logits: Tensor, truth: Tensor) -> Tensor:
     """Nats per target."""
     return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), truth, reduction="none")
@@ -74,15 +84,9 @@ def text_task(packed: PackedTokens, groups: int = 128) -> Task:
     return Task(packed.tokens, packed.segments, document, context, position + 1, group)
 
 
-def visit_choices(visits: int) -> tuple[tuple[int, ...], ...]:
-    """Each visit alone, then all together: `((1,), (2,), (1, 2))`; one visit has one choice."""
-    alone = tuple((v,) for v in range(1, visits + 1))
-    return alone if visits == 1 else (*alone, tuple(range(1, visits + 1)))
-
-
 @torch.inference_mode()
 def ablate_heads(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     task: Task,
     *,
     mode: str = "zero",
@@ -103,10 +107,15 @@ def ablate_heads(
         tokens_at_once: tokens in a batch, all heads and visits counted; the speed hardly depends on it.
 
     Raises:
-        InputError: an unknown mode, layer or head; layers that run unequally often; resampling with one document.
+        InputError: an unknown mode, layer or head; layers that run unequally often; resampling with one document; a model without PV.
     """
     plan, config = model.plan, model.config
-    chosen = tuple(layers if layers is not None else plan.looped_layers or range(config.num_layers))
+    without: Mapping[int, str] = {}
+    if isinstance(model, InstrumentedModel):
+        model.check_sites(["PV"])
+        without = model.config.absent.get("PV", {})
+    usual = [layer for layer in plan.looped_layers or range(config.num_layers) if layer not in without]
+    chosen = tuple(usual if layers is None else layers)
     which = tuple(heads if heads is not None else range(config.num_heads))
     visits = _check(plan, config.num_heads, mode, chosen, which)
     choices = visit_choices(visits)
@@ -118,20 +127,13 @@ def ablate_heads(
     batches = list(_batches(task, tokens_at_once))
     done, total = 0, len(batches) * len(chosen)
     for batch in batches:
-        device = model.embed.W_E.device
-        tokens, segments = batch.tokens.to(device), None if batch.segments is None else batch.segments.to(device)
-        before = _residuals(model, tokens, segments, sorted(i for indices in steps.values() for i in indices))
-        score = partial(_scores, model, batch, metric)
-        plain = score(before.pop(len(plan)).unsqueeze(0))[0]
+        runs = _in_turn if isinstance(model, InstrumentedModel) else _side_by_side
+        here = batch.on(device_of(model))
+        plain, ablated = runs(model, here, steps, which, metric, partial(replace, rows=batch.rows), tokens_at_once)
         np.add.at(intact, batch.group, plain)
-        together = max(1, tokens_at_once // (tokens.numel() * len(choices)))
-        for at, layer in enumerate(chosen):
-            for first in range(0, len(which), together):
-                part = which[first : first + together]
-                runs = _forked_runs(model, before, steps[layer], part, segments, partial(replace, rows=batch.rows))
-                for choice, x in runs.items():
-                    for j, values in enumerate(score(x.unflatten(0, (len(part), -1)))):
-                        np.add.at(change[:, choices.index(choice), at, first + j], batch.group, values - plain)
+        for at, scored in enumerate(ablated):
+            for choice, j, values in scored:
+                np.add.at(change[:, choices.index(choice), at, j], batch.group, values - plain)
             done += 1
             on_progress(done, total)
     return AblationSums(choices, chosen, which, intact, change, count)
@@ -163,6 +165,10 @@ class _Batch:
     truth: Tensor
     group: np.ndarray
 
+    def on(self, device: torch.device) -> _Batch:
+        moved = {n: x.to(device) for n, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace_fields(self, **moved)
+
 
 def _batches(task: Task, tokens_at_once: int) -> Iterator[_Batch]:
     """As many contexts as leave room for several heads; contexts without a target are passed over."""
@@ -180,6 +186,68 @@ def _batches(task: Task, tokens_at_once: int) -> Iterator[_Batch]:
         predictor = torch.from_numpy(position - 1)
         context = torch.from_numpy(context)
         yield _Batch(rows, tokens[:, :length], segments, context, predictor, truth, task.group[here])
+
+
+def _side_by_side(
+    model: LoopedMoE,
+    batch: _Batch,
+    steps: dict[int, list[int]],
+    heads: Sequence[int],
+    metric: Metric,
+    replace: Callable[..., Tensor | float],
+    tokens_at_once: int,
+) -> Ablated:
+    """The native model: all heads of a layer run as contexts of one batch, from the step where the first is ablated."""
+    before = _residuals(model, batch.tokens, batch.segments, sorted(i for indices in steps.values() for i in indices))
+    score = partial(_scores, model, batch, metric)
+    plain = score(before.pop(len(model.plan)).unsqueeze(0))[0]
+
+    def layer_by_layer() -> Iterator[list[tuple[tuple[int, ...], int, np.ndarray]]]:
+        for indices in steps.values():
+            together = max(1, tokens_at_once // (batch.tokens.numel() * len(visit_choices(len(indices)))))
+            found = []
+            for first in range(0, len(heads), together):
+                part = heads[first : first + together]
+                for choice, x in _forked_runs(model, before, indices, part, batch.segments, replace).items():
+                    scores = enumerate(score(x.unflatten(0, (len(part), -1))), first)
+                    found += [(choice, j, values) for j, values in scores]
+            yield found
+
+    return plain, layer_by_layer()
+
+
+def _in_turn(
+    model: InstrumentedModel,
+    batch: _Batch,
+    steps: dict[int, list[int]],
+    heads: Sequence[int],
+    metric: Metric,
+    replace: Callable[..., Tensor | float],
+    tokens_at_once: int,
+) -> Ablated:
+    """An adapted model: a whole forward for each head and choice of visits."""
+
+    def score(*chain: Intervention) -> np.ndarray:
+        with intervene(model, chain):
+            logits = model(batch.tokens, batch.segments)
+        assert logits is not None
+        return metric(logits[batch.context, batch.predictor], batch.truth).double().cpu().numpy()
+
+    def put(layer: int, visit: int, head: int, step: int) -> Intervention:
+        value = replace(step)
+        value = value[..., : batch.tokens.shape[1], :, :] if isinstance(value, Tensor) and value.ndim == 4 else value
+        return put_in("PV", value, layer=layer, visit=visit, head=head)
+
+    def layer_by_layer() -> Iterator[list[tuple[tuple[int, ...], int, np.ndarray]]]:
+        for layer, indices in steps.items():
+            yield [
+                (choice, j, score(*(put(layer, visit, head, indices[visit - 1]) for visit in choice)))
+                for choice in visit_choices(len(indices))
+                for j, head in enumerate(heads)
+            ]
+
+    check_predicts(model)
+    return score(), layer_by_layer()
 
 
 def _residuals(model: LoopedMoE, tokens: Tensor, segments: Tensor | None, steps: Sequence[int]) -> dict[int, Tensor]:
@@ -248,27 +316,20 @@ def _ablated(z: Tensor, hook: Any, heads: Sequence[int], passed: int, hit: int, 
 
 
 def _replacement(
-    model: LoopedMoE, task: Task, mode: str, steps: Sequence[int], seed: int, tokens_at_once: int
+    model: LoopedMoE | InstrumentedModel, task: Task, mode: str, steps: Sequence[int], seed: int, tokens_at_once: int
 ) -> Callable[..., Tensor | float]:
     """`replace(step, rows=...)`: 0.0, the mean [1, head, d], or another document's PV [context, position, head, d]."""
     if mode == "zero":
         return lambda step, rows: 0.0
     kept: dict[int, list[Tensor]] = {step: [] for step in steps}
-    several = max(1, tokens_at_once // task.tokens.shape[1])
-    for start in range(0, len(task.tokens), several):
-        rows = slice(start, start + several)
-        found: dict[int, Tensor] = {}
-        hooks: list[Any] = [
-            (f"blocks.{s.layer}.visit.{s.visit}.attn.hook_z", partial(_keep, found, s.index))
-            for s in model.plan.steps
-            if s.index in kept
-        ]
-        device = model.embed.W_E.device
-        segments = None if task.segments is None else torch.from_numpy(task.segments[rows]).to(device)
-        with model.hooks(fwd_hooks=hooks):
+    several, device = max(1, tokens_at_once // task.tokens.shape[1]), device_of(model)
+    with capture(model, ["PV"]) as captured:
+        for start in range(0, len(task.tokens), several):
+            rows = slice(start, start + several)
+            segments = None if task.segments is None else torch.from_numpy(task.segments[rows]).to(device)
             model(torch.from_numpy(task.tokens[rows]).long().to(device), segments, return_type="none")
-        for step, z in found.items():
-            kept[step].append(z)
+            for step, parts in kept.items():
+                parts.append(captured.at("PV", step))
     pv = {step: torch.cat(parts) for step, parts in kept.items()}
     if mode == "mean":
         real = torch.from_numpy(task.document >= 0)

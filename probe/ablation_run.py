@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,8 @@ import torch
 
 import visitlens
 from visitlens.hooks import schema
-from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
+from visitlens.hooks.loading import load_model, resolve, weights_sha256
+from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
@@ -44,6 +45,10 @@ class AblationRequest:
     device: str = "cpu"
     threads: int | None = None
     replace: bool = False
+    layers: tuple[int, ...] = ()
+    """Those of the loop by default."""
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    """As of `RunRequest`."""
 
     @property
     def name(self) -> str:
@@ -79,8 +84,12 @@ def ablate_recording(
     if not request.replace and _same(request.recording, kinds, settings):
         return files
     torch.set_num_threads(request.threads or 1)
-    model = load_model(request.checkpoint, request.dtype, request.device)
-    tokenizer = load_tokenizer(request.checkpoint)
+    model = load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+    if model.plan != rec.plan:
+        raise InputError(
+            f"{request.recording} has {len(rec.plan)} steps, the model as loaded {len(model.plan)}: give its loop count as recorded"
+        )
+    tokenizer = load_tokenizer(resolve(request.checkpoint))
     dyck, shots = request.dyck, ()
     if request.metric == "dyck":
         dyck, shots = dyck.fitting(tokenizer, model.config.context_length)
@@ -92,7 +101,8 @@ def ablate_recording(
             checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
         )
         task = text_task(pack_text(text, model.config)[0])
-    sums = ablate_heads(model, task, mode=request.mode, seed=request.seed, on_progress=on_progress)
+    layers = request.layers or None
+    sums = ablate_heads(model, task, mode=request.mode, layers=layers, seed=request.seed, on_progress=on_progress)
     about = _about(rec, task, settings)
     ablation = head_ablation(sums, name=request.name, metric=_TITLES[request.metric], mode=request.mode, about=about)
     written = [analyses.store(request.recording, ablation)]
@@ -149,7 +159,7 @@ def _settings(request: AblationRequest) -> dict[str, Any]:
         "mode": request.mode,
         "seed": request.seed,
         "dtype": request.dtype,
-    }
+    } | ({"layers": list(request.layers)} if request.layers else {})
     if request.metric == "dyck":
         return settings | {"dyck": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(request.dyck).items()}}
     return settings | {"text": None if request.text is None else request.text.name, "max_tokens": request.max_tokens}

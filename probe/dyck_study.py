@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.hooks.capture import capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
 from visitlens.probe.grouped import Grouped
 from visitlens.probe.measure import Measure
+from visitlens.probe.scores import check_predicts, device_of
 from visitlens.probe.statistics.base import wide
 
 if TYPE_CHECKING:
@@ -95,7 +98,7 @@ def dyck_task(prompts: Sequence[DyckPrompt], bos: int, pad: int) -> Task:
 
 @torch.inference_mode()
 def dyck_scores(
-    model: LoopedMoE, tokenizer: Any, settings: DyckSettings, shots: Sequence[int] = SHOTS
+    model: LoopedMoE | InstrumentedModel, tokenizer: Any, settings: DyckSettings, shots: Sequence[int] = SHOTS
 ) -> dict[str, Grouped]:
     """By shots: `exact_match` (every answer token is the most likely one given those before it), `accuracy` and `nll` (nats)
     over the answers' tokens, `target_accuracy` and `target_nll` over the targets."""
@@ -104,12 +107,12 @@ def dyck_scores(
     total, count = ({name: np.zeros(shape) for name in names} for _ in range(2))
     for at, k in enumerate(shots):
         for batch in _padded(settings.draw(tokenizer, k), model):
-            last = _last_residual(model, batch.tokens)
+            read = _reader(model, batch.tokens)
             for row, (index, prompt) in enumerate(zip(batch.index, batch.prompts, strict=True)):
                 start, stop = (
                     prompt.answer
                 )  # without BOS: the token at `start` is predicted at position `start` with it
-                logits = model.logits(last[row, start:stop]).float()
+                logits = read(row, start, stop).float()
                 truth = batch.tokens[row, start + 1 : stop + 1]
                 nats, right = F.cross_entropy(logits, truth, reduction="none"), logits.argmax(-1) == truth
                 targets = torch.tensor(prompt.targets) - start
@@ -123,7 +126,7 @@ def dyck_scores(
 
 @torch.inference_mode()
 def study_head(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     tokenizer: Any,
     layer: int,
     head: int,
@@ -136,7 +139,8 @@ def study_head(
     """Where the head looks when it predicts the targets, at each visit, against the other heads of the loop and against
     uniform attention; with scores by shots and the maps of a few prompts at `settings.shots`."""
     visits = model.plan.visits[layer]
-    layers = [layer_ for layer_, count in model.plan.visits.items() if count == visits]
+    without = model.config.absent.get("P", {}) if isinstance(model, InstrumentedModel) else {}
+    layers = [n for n, count in model.plan.visits.items() if count == visits and n not in without]
     with_answers = [k for k in shots if k > 0]
     groups = min(settings.prompts, MAX_GROUPS)
     total = np.zeros((groups, len(with_answers), 3, visits, 2))
@@ -168,7 +172,7 @@ def study_head(
     return DyckStudy(name, layer, head, scores, Grouped(MASS, labels, total, count), tuple(examples), about)
 
 
-def _padded(prompts: Sequence[DyckPrompt], model: LoopedMoE) -> Iterator[_Padded]:
+def _padded(prompts: Sequence[DyckPrompt], model: LoopedMoE | InstrumentedModel) -> Iterator[_Padded]:
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
     while order:
         length = len(prompts[order[-1]].tokens) + 1
@@ -178,37 +182,40 @@ def _padded(prompts: Sequence[DyckPrompt], model: LoopedMoE) -> Iterator[_Padded
         tokens[:, 0] = model.config.bos_token_id
         for row, i in enumerate(index):
             tokens[row, 1 : len(prompts[i].tokens) + 1] = torch.from_numpy(prompts[i].tokens)
-        yield _Padded(index, [prompts[i] for i in index], tokens.to(model.embed.W_E.device))
+        yield _Padded(index, [prompts[i] for i in index], tokens.to(device_of(model)))
 
 
-def _last_residual(model: LoopedMoE, tokens: Tensor) -> Tensor:
-    kept: list[Tensor] = []
-    last = model.plan.steps[-1]
-    hook: tuple[Any, Any] = (f"blocks.{last.layer}.visit.{last.visit}.hook_resid_post", lambda x, hook: kept.append(x))
-    with model.hooks(fwd_hooks=[hook]):
+def _reader(model: LoopedMoE | InstrumentedModel, tokens: Tensor) -> Callable[[int, int, int], Tensor]:
+    """(row, start, stop) -> logits [position, vocab]; of the native model only those asked for are formed."""
+    check_predicts(model)
+    if isinstance(model, InstrumentedModel):
+        logits = model(tokens)
+        assert logits is not None
+        return lambda row, start, stop: logits[row, start:stop]
+    with capture(model, ["resid_out"]) as captured:
         model(tokens, return_type="none")
-    return kept[0]
+    last = captured.at("resid_out", len(model.plan) - 1)
+    return lambda row, start, stop: model.logits(last[row, start:stop])
 
 
-def _target_patterns(model: LoopedMoE, batch: _Padded, layers: Sequence[int]) -> Tensor:
+def _target_patterns(model: LoopedMoE | InstrumentedModel, batch: _Padded, layers: Sequence[int]) -> Tensor:
     """[layer, visit, prompt, head, target, key] attention of the positions that predict the targets."""
-    kept: dict[str, Tensor] = {}
-
-    def keep(value: Tensor, hook: Any) -> None:
-        kept[hook.name] = value
-
     steps = [s for s in model.plan.steps if s.layer in layers]
-    names = {s: [f"blocks.{s.layer}.visit.{s.visit}.attn.hook_rot_{x}" for x in "qk"] for s in steps}
-    with model.hooks(fwd_hooks=[(name, keep) for pair in names.values() for name in pair]):
+    adapted = isinstance(model, InstrumentedModel)
+    with capture(model, ["P"] if adapted else ["Q", "K"]) as captured:
         model(batch.tokens, return_type="none")
     at = torch.tensor([prompt.targets for prompt in batch.prompts], device=batch.tokens.device)
+    rows = torch.arange(len(at), device=at.device).unsqueeze(1)
     # A target at index i of the prompt stands at i + 1 behind BOS, and is predicted at i.
     hidden = torch.arange(batch.tokens.shape[1], device=at.device) > at.unsqueeze(-1)
     spread = model.config.num_heads // model.config.num_kv_heads
     patterns = {}
-    for step, (q_name, k_name) in names.items():
-        q = kept[q_name][torch.arange(len(at)).unsqueeze(1), at]
-        k = kept[k_name].repeat_interleave(spread, dim=2)
+    for step in steps:
+        if adapted:
+            patterns[step] = captured.at("P", step.index).transpose(1, 2)[rows, at].transpose(1, 2)
+            continue
+        q = captured.at("Q", step.index)[rows, at]
+        k = captured.at("K", step.index).repeat_interleave(spread, dim=2)
         scores = torch.einsum("pthd,pkhd->phtk", wide(q), wide(k)) * model.config.head_dim**-0.5
         patterns[step] = scores.masked_fill(hidden.unsqueeze(1), float("-inf")).softmax(-1)
     return torch.stack([torch.stack([patterns[s] for s in steps if s.layer == layer]) for layer in layers])

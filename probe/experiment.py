@@ -18,7 +18,9 @@ from visitlens.probe.measure import StatArray
 from visitlens.probe.tables import sizes
 
 if TYPE_CHECKING:
+    from visitlens.hooks.instrumented import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
+    from visitlens.probe.notebook import Model
     from visitlens.probe.samples import Sample
 
 Experiment = Callable[..., dict[str, StatArray]]
@@ -102,7 +104,7 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "on_progress"}
 
 
-def experiment(name: str, model: LoopedMoE, sample: Sample, **chosen: Any) -> Results:
+def experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: Sample, **chosen: Any) -> Results:
     """Runs one experiment on a model and a sample; `chosen` are its options.
 
     Raises:

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.kernels.errors import InputError
 from visitlens.probe.live_run import LiveRun, log_softmax
 
-KINDS = {"zero": "set to zero", "mean": "set to its mean over the prompt"}
+KINDS = {
+    "zero": "set to zero",
+    "mean": "set to its mean over the prompt",
+    "resample": "taken from the prompt with its tokens shuffled",
+}
 """How a head's attended context (PV, before W_O) is silenced."""
 
 
@@ -25,7 +28,7 @@ class TokenChange:
 
 
 @dataclass(frozen=True)
-class HeadAblation:
+class SilencedHead:
     """One prompt with one head silenced, against the run as it was. `logits` [token, vocab] are those of the ablated run."""
 
     run: LiveRun = field(repr=False)
@@ -68,7 +71,7 @@ class HeadAblation:
     def __repr__(self) -> str:
         at = " and ".join(map(str, self.visits))
         return (
-            f"HeadAblation(layer {self.layer}, head {self.head}, visit {at}, {self.kind}: "
+            f"SilencedHead(layer {self.layer}, head {self.head}, visit {at}, {self.kind}: "
             f"KL {self.kl(-1):.4f} nats after the last token, {self.run.text_of(self.run.target())!r} "
             f"{self.log_prob_change():+.4f} nats)"
         )
@@ -101,12 +104,6 @@ class HeadScan:
             (self.places[p][0], int(h), self.places[p][1], float(self.change[p, h]), float(self.kl[p, h]))
             for p, h in rows
         ]
-
-
-def visit_choices(plan: ExecutionPlan, layer: int) -> list[tuple[int, ...]]:
-    """At which visits a head of this layer can be silenced: each alone, and all together."""
-    visits = tuple(range(1, plan.visits[layer] + 1))
-    return [(visit,) for visit in visits] + ([visits] if len(visits) > 1 else [])
 
 
 def check_target(target: int, vocabulary: int) -> None:

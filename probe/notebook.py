@@ -1,4 +1,4 @@
-"""A model in a notebook: `vl.load(...)`, `model.run(text)`, `run.site("V", layer=5, visit=2)`, `run.with_(...)`, `run.diff(...)`."""
+"""A model in a notebook, as `vl.load(...)` gives it: `model.run(text)`, `run.site("V", layer=5, visit=2)`, `run.with_(...)`, `run.diff(...)`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.kernels.errors import InputError
-from visitlens.probe.bundled import PAIR, SAMPLE
+from visitlens.probe.bundled import SAMPLE
 from visitlens.probe.experiment import Results
 from visitlens.probe.experiment import experiment as run_experiment
 from visitlens.probe.pictures import loop_svg
@@ -27,28 +27,35 @@ from visitlens.probe.progress import progress
 from visitlens.probe.runs import Run
 from visitlens.probe.samples import Sample
 
-BUNDLED = {"smelt": PAIR["looped"], "baseline": PAIR["baseline"]}
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
 
-def load(source: str | Path = "smelt", dtype: str = "float32", device: str = "cpu") -> Model:
-    """A model to probe: a checkpoint folder, or `smelt` or `baseline`, the two that ship with visitlens.
+def model_of(model: Any, tokenizer: Any, **options: Any) -> Model:
+    """A model in memory to probe. `options` go to its adapter.
 
     Raises:
-        CheckpointError: the folder is no checkpoint.
-        InputError: a recording; those are opened with `visitlens.open`.
+        InputError: no tokenizer, or a kind of model that no adapter knows.
     """
-    folder = Path(BUNDLED.get(str(source), source))
-    if (folder / "manifest.json").is_file():
-        raise InputError(f"{folder} is a recording: open it with visitlens.open(...)")
-    return Model(load_model(folder, dtype, device), load_tokenizer(folder), folder.name)
+    if not isinstance(model, (LoopedMoE, InstrumentedModel)):
+        from visitlens.hooks.adapters.adapt import adapt
+
+        model, options = adapt(model, **options), {}
+    if options:
+        raise InputError(f"a model that is adapted already takes no options, got {', '.join(options)}")
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # what lies inside one of transformers
+    if not hasattr(tokenizer, "encode_batch"):
+        raise InputError(
+            f"expected the model's tokenizer (of tokenizers, or a fast one of transformers), got {tokenizer!r}"
+        )
+    return Model(model, tokenizer, getattr(model.config, "family", "model"))
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model and its tokenizer. `native` is the LoopedMoE itself, for `run_with_hooks` and the like."""
+    """A model and its tokenizer. `native` is the model itself: the LoopedMoE, for `run_with_hooks` and the like, or an
+    adapted model."""
 
-    native: LoopedMoE = field(repr=False)
+    native: LoopedMoE | InstrumentedModel = field(repr=False)
     tokenizer: Any = field(repr=False)
     name: str = "model"
 
@@ -57,7 +64,7 @@ class Model:
         return self.native.plan
 
     @property
-    def config(self) -> LoopedMoEConfig:
+    def config(self) -> LoopedMoEConfig | ModelFacts:
         return self.native.config
 
     def run(self, text: Text, *interventions: Intervention | Sequence[Intervention]) -> Run:
@@ -71,10 +78,11 @@ class Model:
         _ = run.logits  # a wrong place or token is an error here, not later
         return run
 
-    def with_loops(self, visits: int, residual_scale: str = "rescaled") -> Model:
+    def with_loops(self, visits: int, residual_scale: str | None = None) -> Model:
         """The same weights with the loop span run `visits` times (`hooks.intervene.with_loop_count`)."""
         view = with_loop_count(self.native, visits, residual_scale)
-        return Model(view, self.tokenizer, f"{self.name}, {visits} visits, scale {residual_scale}")
+        scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
+        return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}")
 
     def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> Sample:
         """Documents to experiment on; by default the first tokens of the bundled held-out text."""
@@ -110,7 +118,7 @@ class Model:
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = torch.tensor(ids)
             segments[row, : len(ids)] = row
-        device = self.native.embed.W_E.device
+        device = next(iter(self.native.parameters())).device
         return tokens.to(device), segments.to(device)
 
     def _ids(self, text: str) -> list[int]:
@@ -123,9 +131,10 @@ class Model:
         )
         c = self.config
         size = sum(p.numel() for p in self.native.parameters())
+        experts = f"{c.experts_per_token} of {c.num_experts} experts" if c.num_experts else "no experts"
         return (
             f"Model({self.name}: {c.num_layers} layers, {loop}; hidden size {c.hidden_size}, {c.num_heads} heads, "
-            f"{c.experts_per_token} of {c.num_experts} experts, {size:,} parameters)"
+            f"{experts}, {size:,} parameters)"
         )
 
     def _repr_html_(self) -> str:

@@ -63,6 +63,8 @@ def ranks(request: RunRequest) -> Iterator[RunRequest | None]:
 def _check(request: RunRequest) -> None:
     if request.workers > 1 or request.engine != "process":
         raise InputError("torchrun spreads one model over its processes: leave out --workers and --engine")
+    if request.generate:
+        raise InputError("torchrun records text that is there: --generate runs in one process")
     if model_type(resolve(request.checkpoint)) is not None:
         raise InputError(f"{request.checkpoint}: torchrun spreads the native model's experts, no model of transformers")
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from visitlens.hooks import recorder
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.guards import conditions, sample_tokens
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.loop_plan import ExecutionPlan
@@ -27,8 +29,9 @@ from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.generated import continue_prompts
 from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
@@ -47,7 +50,8 @@ class RunRequest:
     """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
     ends after the context it falls in.
 
-    `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
+    `generate` makes each document a prompt that the model continues by so many tokens at most; `checks` runs the guards of an
+    adapted model before it is recorded. `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
     side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
     """
 
@@ -70,12 +74,16 @@ class RunRequest:
     synthetic: str = ""
     url: str | None = None
     """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
+    generate: int = 0
+    checks: bool = True
     mesh: DeviceMesh | None = None
     """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise InputError(f"expected at least one worker, got {self.workers}")
+        if self.generate < 0:
+            raise InputError(f"expected a number of tokens to generate, got {self.generate}")
         if self.engine not in ENGINES:
             raise InputError(f"expected an engine among {', '.join(ENGINES)}, got {self.engine!r}")
         if self.dtype not in DTYPES:
@@ -105,13 +113,14 @@ class PreparedRun:
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
         self.warnings = [f"synthetic: {request.synthetic}"] if request.synthetic else []
         if contexts is None:
-            contexts, whole = pack_text(request, config)
+            contexts, whole = self._continued() if request.generate else pack_text(request, config)
             if contexts.num_tokens < whole:
                 self.warnings.append(f"truncated: the first {contexts.num_tokens:,} of the text's {whole:,} tokens")
         self.contexts = contexts
         groups = int(contexts.document_groups(request.options.groups).max()) + 1
         geometry = Geometry.of(self.planned.plan, config.to_dict())
-        self.statistics = StatisticsCollector(geometry, groups, request.measures)
+        written = contexts.generated is not None
+        self.statistics = StatisticsCollector(geometry, groups, request.measures, written=written)
         self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.options)
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
 
@@ -122,6 +131,37 @@ class PreparedRun:
         if request.mesh is not None:
             return load_native(resolve(request.checkpoint), request.dtype, request.device, request.mesh)
         return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+
+    def _continued(self) -> tuple[PackedTokens, int]:
+        """The text's documents as prompts, continued by the model."""
+        request, config = self.request, self.planned.config
+        tokenizer = load_tokenizer(resolve(request.checkpoint))
+        texts = [document.text for document in read_documents(request.text)]
+        prompts = [ids[:-1] for ids in encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)]
+        length = min(config.context_length, request.context_length or config.context_length)
+        packed = continue_prompts(self.model, prompts, request.generate, length, check=request.checks)
+        chosen = packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
+        return chosen, packed.num_tokens
+
+    @cached_property
+    def guards(self) -> list[dict[str, Any]]:
+        """What must hold of an adapted model, checked on a few tokens; nothing of the native one, whose tests say so.
+
+        Raises:
+            PlanError: some of it doesn't.
+        """
+        if not self.request.checks or not isinstance(self.model, AdaptedModel):
+            return []
+        found = conditions(self.model, sample_tokens(self.model))
+        # Its cache matters where it generates, and is checked there.
+        failed = [guard for guard in found if guard.ok is False and guard.name != "cached generation"]
+        if failed:
+            said = "; ".join(f"{guard.name}: {guard.detail}" for guard in failed)
+            raise PlanError(
+                f"{self.model.config.family} fails its guards ({said}): its numbers wouldn't mean what they say. `visitlens inspect` "
+                "shows all of them; --no-checks records anyway"
+            )
+        return [guard.to_dict() for guard in found]
 
     def _plan(self) -> PlannedModel:
         """A native model's from its configuration; another's from the model itself, which must be loaded to be known."""
@@ -134,7 +174,8 @@ class PreparedRun:
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """Of this run."""
-        return provenance(self.request, self.warnings)
+        guards = {"guards": self.guards} if self.guards else {}
+        return {**provenance(self.request, self.warnings), **guards}
 
     def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
         """Writes or continues the recording; returns its path."""

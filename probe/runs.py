@@ -102,7 +102,8 @@ class Run:
         if not 0 <= head < heads:
             raise InputError(f"expected a head in 0..{heads - 1}, got {head}")
         n = len(rows)
-        seen = np.tril(np.ones((n, n), bool))
+        both_ways = "next token" in getattr(self.model.config, "missing", ())
+        seen = np.ones((n, n), bool) if both_ways else np.tril(np.ones((n, n), bool))
         shown = {v: np.where(seen, p[head, :n, :n].float().cpu().numpy(), np.nan) for v, p in maps.items()}
         return LinkedMaps(f"Attention of layer {layer}, head {head}", _compared(shown), rows, rows, ("query", "key"))
 

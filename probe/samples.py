@@ -26,6 +26,9 @@ GROUPS = 128
 FEWEST = 5
 """Document groups; with fewer in a slice a bootstrap says nothing, so there is no interval."""
 
+LONGEST = 2048
+"""Tokens of a context where none is asked for: models of transformers claim 100,000 and more."""
+
 Progress = Callable[[int, int], None]
 
 
@@ -70,7 +73,7 @@ class Sample:
         kept = [d for d in documents if d.text]
         if len(kept) != len(tokens):  # a text that the tokenizer makes nothing of
             kept = [d for d in kept if tokenizer.encode(d.text, add_special_tokens=False).ids]
-        length = context_length or config.context_length
+        length = context_length or min(config.context_length, LONGEST)
         packed = pack(tokens, length, config.bos_token_id, config.pad_token_id)
         packed = packed if max_tokens is None else packed.first_contexts(max_tokens)
         number = len(packed.document_hash)

@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
+from visitlens.kernels.errors import InputError
 from visitlens.probe.samples import Progress, Sample, silent
 
 if TYPE_CHECKING:
@@ -36,8 +38,13 @@ class Batch:
         """[counted] token ids to predict."""
         return self.tokens[self.row, self.position].long()
 
-    def predictions(self, model: LoopedMoE, final: Tensor) -> Tensor:
-        """[counted, vocab] logits by which they are predicted, at least float32, from the last residual stream."""
+    def at(self, logits: Tensor) -> Tensor:
+        """[counted, vocab] of logits [context, position, vocab]: those by which they are predicted, at least float32."""
+        rows = logits[self.row, self.position - 1]
+        return rows if rows.dtype == torch.float64 else rows.float()
+
+    def read(self, model: LoopedMoE, final: Tensor) -> Tensor:
+        """The same from the native model's last residual stream."""
         rows = model.logits(final[self.row, self.position - 1])
         return rows if rows.dtype == torch.float64 else rows.float()
 
@@ -78,25 +85,25 @@ Chain = Sequence[Intervention | Sequence[Intervention]]
 
 @torch.no_grad()
 def score(
-    model: LoopedMoE, sample: Sample, chains: Sequence[Chain] = ((),), on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel,
+    sample: Sample,
+    chains: Sequence[Chain] = ((),),
+    on_progress: Progress = silent,
 ) -> list[Scores]:
     """One Scores a chain of interventions; the empty chain is the model as it is.
 
-    What comes before a chain's first step is run once for all chains, which changes no bit.
+    What comes before a chain's first step is run once for all chains of the native model, which changes no bit.
 
     Raises:
         InputError: as `intervene`; an intervention that chose no token or expert in a batch leaves that batch as it is.
     """
     flat = [flatten(chain) for chain in chains]
     totals = [Scores(np.zeros(sample.documents), np.zeros(sample.documents)) for _ in flat]
-    sites = {*STATE} | {site for chain in flat for i in chain for site, _ in i.stored(model.plan)}
     done, jobs = 0, len(flat) * len(sample.contexts.tokens)
-    for batch in batches(sample, device=model.embed.W_E.device):
-        with capture(model, sites) as plain:
-            model(batch.tokens, batch.segments, return_type="none")
+    for batch in batches(sample, device=device_of(model)):
+        plain = None if isinstance(model, InstrumentedModel) else _shared(model, batch, flat)
         for chain, scores in zip(flat, totals, strict=True):
-            final = _run(model, batch, chain, plain) if chain else state_after(plain, -1)
-            logits = batch.predictions(model, final)
+            logits = predictions(model, batch, chain, plain)
             batch.add(F.cross_entropy(logits, batch.truth, reduction="none"), scores.loss)
             batch.add((logits.argmax(-1) == batch.truth).double(), scores.hits)
             done += 1
@@ -104,22 +111,57 @@ def score(
     return totals
 
 
-STATE = ("resid", "attn_write", "moe_write")
-"""The sites that `state_after` reads."""
+def predictions(
+    model: LoopedMoE | InstrumentedModel,
+    batch: Batch,
+    chain: Sequence[Intervention] = (),
+    plain: Captured | None = None,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """[counted, vocab] logits of a batch with a chain of interventions.
+
+    `plain`, of the native model: the run without them (STATE, and what the chain takes), from which it starts; `tokens`:
+    those that run instead of the batch's own.
+    """
+    tokens = batch.tokens if tokens is None else tokens
+    check_predicts(model)
+    if isinstance(model, InstrumentedModel):
+        with intervene(model, chain, must_match=False):
+            logits = model(tokens, batch.segments)
+        assert logits is not None
+        return batch.at(logits)
+    if plain is not None and not chain:
+        return batch.read(model, state_after(plain, -1))
+    if plain is None or any(i.needs_reference or callable(i.place.token) for i in chain):
+        with intervene(model, chain, must_match=False), capture(model, ["resid_out"]) as captured:
+            model(tokens, batch.segments, return_type="none")
+        return batch.read(model, state_after(captured, -1))
+    start = min(step.index for i in chain for step in i.place.steps(model.plan))
+    with intervene(model, chain, earlier=plain, must_match=False):
+        return batch.read(model, model.run_steps(plain.at("resid", start), batch.segments, start=start))
+
+
+def _shared(model: LoopedMoE, batch: Batch, chains: Sequence[Sequence[Intervention]]) -> Captured:
+    sites = {*STATE} | {site for chain in chains for i in chain for site, _ in i.stored(model.plan)}
+    with capture(model, sites) as plain:
+        model(batch.tokens, batch.segments, return_type="none")
+    return plain
+
+
+def check_predicts(model: LoopedMoE | InstrumentedModel) -> None:
+    """Raises InputError: the model's logits aren't of the next token, so that it has no loss on text."""
+    if isinstance(model, InstrumentedModel) and (why := model.config.missing.get("next token")):
+        raise InputError(f"{model.config.family} has no loss on text: {why}")
+
+
+def device_of(model: LoopedMoE | InstrumentedModel) -> torch.device:
+    return next(iter(model.parameters())).device
+
+
+STATE = ("resid", "resid_out")
+"""The residual stream before and after every step."""
 
 
 def state_after(captured: Captured, step: int) -> Tensor:
-    """[context, position, H] the residual stream after a step (-1: the last), to the bit."""
-    index = step % len(captured.plan)
-    return (captured.at("resid", index) + captured.at("attn_write", index)) + captured.at("moe_write", index)
-
-
-def _run(model: LoopedMoE, batch: Batch, chain: list[Intervention], plain: Captured) -> Tensor:
-    """The last residual stream with the interventions, run from their first step on."""
-    start = min(step.index for i in chain for step in i.place.steps(model.plan))
-    if any(i.needs_reference or callable(i.place.token) for i in chain):
-        with intervene(model, chain, must_match=False), capture(model, STATE) as captured:
-            model(batch.tokens, batch.segments, return_type="none")
-        return state_after(captured, -1)
-    with intervene(model, chain, earlier=plain, must_match=False):
-        return model.run_steps(plain.at("resid", start), batch.segments, start=start)
+    """[context, position, H] the residual stream after a step (-1: the last)."""
+    return captured.at("resid_out", step % len(captured.plan))

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import loading, progress_bar
+from visitlens.app.console import comma_separated, loading, progress_bar
+from visitlens.kernels.errors import InputError
 
 
 class Metric(StrEnum):
@@ -29,7 +30,7 @@ class Style(StrEnum):
 
 def ablate(
     recording: Annotated[Path, typer.Argument(help="Recording of the model; the result is kept in it.")],
-    model: Annotated[Path, typer.Option("--model", "-m", help="The checkpoint that was recorded.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="The checkpoint that was recorded: folder or hub name.")],
     metric: Annotated[Metric, typer.Option(help="Loss on Dyck targets, or on text.")] = Metric.dyck,
     mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,
     prompts: Annotated[int, typer.Option(min=1, help="Dyck prompts.")] = 32,
@@ -41,10 +42,21 @@ def ablate(
     max_tokens: Annotated[int, typer.Option(min=2, help="For --metric text: stop after this token's context.")] = 4096,
     seed: Annotated[int, typer.Option(help="Of the prompts and of resampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    layers: Annotated[str, typer.Option(help="Comma-separated; those of the loop by default.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
+    ] = False,
     again: Annotated[bool, typer.Option("--again", help="Compute anew what is there already.")] = False,
 ) -> None:
     """Ablate every head of the looped block, one at a time, and keep the result in the recording."""
+    from visitlens.hooks.recording import Recording
+    from visitlens.probe.loaded import checkpoint
+
+    Recording(recording)  # says what is wrong with it, and of the checkpoint, before torch is imported
+    folder = checkpoint(model)
     with loading("torch"):
+        from visitlens.app.commands.record import model_options
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.bundled import SAMPLE
         from visitlens.probe.dyck import AnswerStyle
@@ -54,7 +66,7 @@ def ablate(
     answers = AnswerStyle() if style is Style.fixed else None
     request = AblationRequest(
         recording=recording,
-        checkpoint=model,
+        checkpoint=folder,
         metric=metric.value,
         mode=mode.value,
         dyck=DyckSettings(prompts=prompts, shots=shots, seed=seed, style=answers),
@@ -62,6 +74,8 @@ def ablate(
         max_tokens=max_tokens,
         seed=seed,
         device=device,
+        layers=_layers(layers),
+        model_options=model_options(steps, trust_remote_code),
         replace=again,
     )
     with progress_bar() as progress:
@@ -70,3 +84,10 @@ def ablate(
     for file in files:
         typer.echo(file)
     typer.echo(open_recording(recording).ablations()[request.name].note())
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in comma_separated(text))
+    except ValueError:
+        raise InputError(f"expected --layers as numbers such as 2,3, got {text!r}") from None

@@ -14,7 +14,9 @@ from visitlens.kernels.errors import InputError
 
 def experiment(
     name: Annotated[str, typer.Argument(help="Which experiment; see --list.")] = "",
-    model: Annotated[Path | None, typer.Option(help="Checkpoint folder; the bundled looped model by default.")] = None,
+    model: Annotated[
+        str, typer.Option(help="Checkpoint folder (native or of transformers), hub name, or bundled: smelt, baseline.")
+    ] = "smelt",
     text: Annotated[Path | None, typer.Option(help="Text; the bundled held-out sample by default.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Stop after the context in which this token falls.")] = 8192,
     dyck: Annotated[int, typer.Option(help="Instead of text: so many Dyck prompts for each number of shots.")] = 0,
@@ -24,9 +26,16 @@ def experiment(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the JSON to this file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
+    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
+    ] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
 ) -> None:
     """Intervene on a model: what each part of each visit is worth."""
+    from visitlens.probe.loaded import checkpoint, load
+
+    folder = checkpoint(model)
     with loading("torch"):
         from visitlens.probe import experiment as experiments
         from visitlens.probe.tables import as_text
@@ -42,22 +51,20 @@ def experiment(
         raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
     chosen = dict(_option(name, text) for text in set_ or [])
     with loading("the model"):
-        from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
-        from visitlens.probe.bundled import PAIR, SAMPLE
-        from visitlens.probe.samples import Sample
+        from visitlens.app.commands.record import model_options
 
-        folder = model or PAIR["looped"]
-        native, tokenizer = load_model(folder, dtype, device), load_tokenizer(folder)
+        loaded = load(folder, dtype, device, **model_options(steps, trust_remote_code))
         if dyck:
-            counts = [_value(part) for part in comma_separated(shots)]
-            sample = Sample.of_dyck(tokenizer, native.config, prompts=dyck, shots=counts)
+            sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
         else:
-            sample = Sample.of_text(text or SAMPLE, tokenizer, native.config, max_tokens=max_tokens)
+            from visitlens.probe.bundled import SAMPLE
+
+            sample = loaded.sample(text or SAMPLE, max_tokens)
     with progress_bar() as progress, warnings_once():
         task = progress.add_task(name, total=None)
         results = experiments.experiment(
             name,
-            native,
+            loaded.native,
             sample,
             **chosen,
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),

@@ -52,6 +52,10 @@ def record(
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
     ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
+    generate: Annotated[
+        int, typer.Option(help="Take each document as a prompt, and record what the model writes: tokens a prompt.")
+    ] = 0,
+    checks: Annotated[bool, typer.Option(help="Before recording, run the guards of a model of transformers.")] = True,
     synthetic: Annotated[
         str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
     ] = "",
@@ -88,6 +92,8 @@ def record(
         engine=engine.value,
         ray_address=ray_address,
         synthetic=synthetic,
+        generate=generate,
+        checks=checks,
         model_options=model_options(steps, trust_remote_code),
     )
     with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:

@@ -23,7 +23,7 @@ from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
 from visitlens.kernels.errors import InputError, VisitlensError
-from visitlens.probe.live_ablation import HeadAblation, HeadScan
+from visitlens.probe.live_ablation import HeadScan, SilencedHead
 from visitlens.probe.live_run import LiveRun
 
 PATH, TITLE, ORDER = "/live", "Live probe", 40
@@ -53,7 +53,7 @@ def layout(view: View) -> list[Any]:
         ]
     chosen = choice(view, run)
     answers = answers_of(live, run)
-    ablation, said = _other(live, view, "silence", HeadAblation, run)
+    ablation, said = _other(live, view, "silence", SilencedHead, run)
     scan, said_of_scan = _other(live, view, "scan", HeadScan, run)
     items: list[Any] = [
         prompt_card(live, run),

@@ -1,24 +1,27 @@
 """Sees the attention calls of chosen modules: queries and keys after rotary embedding, and the output, SDPA staying in use.
 
 Two ways, by how a family calls attention. Families of transformers look their attention function up in a registry: the
-entry in use is wrapped there while someone observes, and the wrapper passes every call on unchanged. Others call
-`torch.nn.functional.scaled_dot_product_attention`: that is seen by a function mode that lives only inside the module.
+entry in use is wrapped there while someone watches. Others call `torch.nn.functional.scaled_dot_product_attention`: that is
+seen by a function mode that lives only inside the module. An observer is told of a call, which passes on unchanged; an
+editor may change what goes in and what comes out, before any observer is told.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_OBSERVERS = "_visitlens_attention"
+_WATCHERS = "_visitlens_attention"
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,54 @@ class AttentionCall:
 Observer = Callable[[AttentionCall], None]
 
 
+class Editor(Protocol):
+    """Changes the attention calls of a module."""
+
+    def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def after(self, call: AttentionCall) -> AttentionCall:
+        """The call with another output, and the weights that gave it, or as it was."""
+        ...
+
+
+Watcher = Observer | Editor
+
+
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attend: Attend, options: Mapping[str, Any]) -> Any:
+    """`attend(q, k, v)` gives (output, weights or None). Editors act in the order they came, then observers are told."""
+    watchers: tuple[Watcher, ...] = getattr(module, _WATCHERS, ())
+    editors = [w for w in watchers if hasattr(w, "before")]
+    for editor in editors:
+        q, k, v = editor.before(q, k, v)
+    output, weights = attend(q, k, v)
+    call = AttentionCall(q, k, v, output, weights, options)
+    for editor in editors:
+        call = editor.after(call)
+    for watcher in watchers:
+        if not hasattr(watcher, "before"):
+            watcher(call)
+    return call.output, weights
+
+
 @contextmanager
-def watch_registry(observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
-    """Each module's observer gets its calls through transformers' registry of attention functions."""
+def _attached(watchers: Mapping[nn.Module, Watcher]) -> Iterator[None]:
     with ExitStack() as undo:
-        for module, observer in observers.items():
-            mine = [*getattr(module, _OBSERVERS, ()), observer]
-            undo.callback(setattr, module, _OBSERVERS, tuple(o for o in mine if o is not observer))
-            object.__setattr__(module, _OBSERVERS, tuple(mine))
-        for registry, name in {(id(r), n): (r, n) for r, n in map(_entry, observers)}.values():
+        for module, watcher in watchers.items():
+            before = getattr(module, _WATCHERS, ())
+            undo.callback(_detach, module, watcher)
+            object.__setattr__(module, _WATCHERS, (*before, watcher))
+        yield
+
+
+def _detach(module: nn.Module, watcher: Watcher) -> None:
+    object.__setattr__(module, _WATCHERS, tuple(w for w in getattr(module, _WATCHERS) if w is not watcher))
+
+
+@contextmanager
+def watch_registry(watchers: Mapping[nn.Module, Watcher]) -> Iterator[None]:
+    """Each module's watcher gets its calls through transformers' registry of attention functions."""
+    with _attached(watchers), ExitStack() as undo:
+        for registry, name in {(id(r), n): (r, n) for r, n in map(_entry, watchers)}.values():
             undo.enter_context(_wrapped(registry, name))
         yield
 
@@ -57,7 +99,7 @@ def _entry(module: nn.Module) -> tuple[Any, str]:
 
 
 class _Wrapper:
-    """An attention function that passes every call on and tells the module's observers. `users` are captures at work."""
+    """An attention function that lets the module's watchers take part. `users` are those at work."""
 
     def __init__(self, original: Callable[..., Any] | None) -> None:
         self.original, self.users = original, 0
@@ -65,10 +107,7 @@ class _Wrapper:
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         # "eager" is in no registry: each file has its own.
         attend = self.original or sys.modules[type(module).__module__].eager_attention_forward
-        result = attend(module, q, k, v, *args, **options)
-        for observer in getattr(module, _OBSERVERS, ()):
-            observer(AttentionCall(q, k, v, result[0], result[1], options))
-        return result
+        return _attend(module, q, k, v, lambda q, k, v: attend(module, q, k, v, *args, **options), options)
 
 
 @contextmanager
@@ -89,8 +128,8 @@ def _wrapped(registry: Any, name: str) -> Iterator[None]:
                 registry[name] = original
 
 
-TorchCall = Callable[[Any, tuple, Mapping[str, Any], Any], None]
-"""Gets a torch function, its arguments and its result."""
+TorchCall = Callable[[Any, tuple, Mapping[str, Any], Any], Any]
+"""Gets a torch function, its arguments and its result; what it returns takes the result's place, None leaves it."""
 
 
 class _Sees(TorchFunctionMode):
@@ -101,39 +140,57 @@ class _Sees(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.observer(func, args, kwargs, result)
-        return result
+        changed = self.observer(func, args, kwargs, result)
+        return result if changed is None else changed
+
+
+class _SeesSDPA(TorchFunctionMode):
+    """Lets a module's watchers take part in its calls of `scaled_dot_product_attention`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
+        rest = {name: value for name, value in kwargs.items() if name not in ("query", "key", "value")}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+            return func(q, k, v, *args[3:], **rest).transpose(1, 2), None
+
+        inputs = (named[name] for name in ("query", "key", "value"))
+        output, _ = _attend(self.module, *inputs, attend, {"scaling": kwargs.get("scale")})
+        return output.transpose(1, 2)
 
 
 @contextmanager
-def watch_sdpa(observers: Mapping[nn.Module, Observer]) -> Iterator[None]:
-    """Each module's observer gets the calls of `scaled_dot_product_attention` that happen inside the module."""
-
-    def see(observer: Observer) -> TorchCall:
-        def look(func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any) -> None:
-            if func is torch.nn.functional.scaled_dot_product_attention:
-                named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
-                q, k, v = (named[name] for name in ("query", "key", "value"))
-                observer(AttentionCall(q, k, v, result.transpose(1, 2), None, {"scaling": kwargs.get("scale")}))
-
-        return look
-
-    with watch_torch({module: see(observer) for module, observer in observers.items()}):
+def watch_sdpa(watchers: Mapping[nn.Module, Watcher]) -> Iterator[None]:
+    """Each module's watcher gets the calls of `scaled_dot_product_attention` that happen inside the module."""
+    fresh = [module for module in watchers if not getattr(module, _WATCHERS, ())]  # the others have their mode already
+    with _attached(watchers), _inside({module: partial(_SeesSDPA, module) for module in fresh}):
         yield
 
 
-@contextmanager
-def watch_torch(observers: Mapping[nn.Module, TorchCall]) -> Iterator[None]:
+def watch_torch(observers: Mapping[nn.Module, TorchCall]) -> AbstractContextManager[None]:
     """Each module's observer gets every torch function called inside the module: for what no module hook shows."""
-    with ExitStack() as undo:
-        for module, observer in observers.items():
-            running: list[_Sees] = []
+    return _inside({module: partial(_Sees, observer) for module, observer in observers.items()})
 
-            def enter(*_: Any, observer: TorchCall = observer, running: list[_Sees] = running) -> None:
-                running.append(_Sees(observer))
+
+@contextmanager
+def _inside(modes: Mapping[nn.Module, Callable[[], TorchFunctionMode]]) -> Iterator[None]:
+    """Each module runs in a function mode of its own."""
+    with ExitStack() as undo:
+        for module, make in modes.items():
+            running: list[TorchFunctionMode] = []
+
+            def enter(*_: Any, make: Any = make, running: list[TorchFunctionMode] = running) -> None:
+                running.append(make())
                 running[-1].__enter__()
 
-            def leave(*_: Any, running: list[_Sees] = running) -> None:
+            def leave(*_: Any, running: list[TorchFunctionMode] = running) -> None:
                 running.pop().__exit__(None, None, None)
 
             undo.callback(module.register_forward_pre_hook(enter).remove)

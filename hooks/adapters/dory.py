@@ -18,15 +18,18 @@ NGPT = (
 
 class Dory(Family):
     model_types = ("dory",)
+    loops = "config.n_recurrent_loops"
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config
         reads = (
             Read("resid", "", "input"),
-            Read("X", "input_layernorm"),
+            Read("X", "self_attn", "input"),  # the norms' outputs themselves lie on the stream
+            Read("O", "self_attn"),
             Read("attn_write", "post_attention_layernorm"),
-            Read("moe_in", "pre_feedforward_layernorm"),
+            Read("moe_in", "mlp", "input"),
             Read("moe_write", "post_feedforward_layernorm"),
+            Read("resid_out", ""),
         )
         first, loop = config.n_input_layers, config.n_recurrent_layers
         last = config.num_hidden_layers - config.n_output_layers

@@ -8,14 +8,17 @@ model's code; see docs/adapters.md.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
 from visitlens.hooks.instrumented import ModelFacts
+from visitlens.kernels.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,36 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Visited:
+    """Which tokens are really at a visit, where halting or routing leaves some out: a mask [batch, position], 0 for tokens that
+    the layer computes and the model throws away; or, `gathered`, the positions [batch, n] of the tokens that the layer is
+    given, which are then the only keys too.
+
+    Either a `read` (of the layer's own input, or, `at_body`, of a module below the body, whose last value before the visit
+    counts); or `routes`, which gets each torch function (function, arguments, result) called in the module that holds the
+    layer, `above` names up the layer's path, and returns that value or None; the last before the visit counts.
+    """
+
+    read: Read | None = None
+    gathered: bool = False
+    at_body: bool = False
+    routes: Callable[[Any, tuple, Any], Any] | None = None
+    above: int = 1
+
+
+@dataclass(frozen=True)
 class Layer:
     """One physical layer. `modules` are the paths, below the body, that run it; several where modules are tied.
 
-    `attention` is the path below the module that calls the attention function, None where the layer has none.
+    `attention` is the path below the module that calls the attention function, None where the layer has none. `visited` says
+    which tokens a visit really has; None where each has all.
     """
 
     modules: tuple[str, ...]
     reads: tuple[Read, ...]
     attention: str | None = "self_attn"
     inside: tuple[Inside, ...] = ()
+    visited: Visited | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +89,11 @@ class Anatomy:
     absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def ragged(self) -> bool:
+        """Whether visits may leave tokens out. The loop may then end early, once every token has halted."""
+        return any(layer.visited is not None for layer in self.layers)
+
 
 class Family(ABC):
     """One model family; being in this folder is being registered."""
@@ -74,11 +102,40 @@ class Family(ABC):
     """Values of `config.model_type` that it fits."""
     attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
     causal: ClassVar[bool] = True
+    learned_sink: ClassVar[bool] = False
+    """Whether attention rows sum to 1 together with a slot of the model's own."""
     call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
+    loops: ClassVar[str] = ""
+    """Path, from the model, of the loop count that its code reads at every forward; "" where there is no such number."""
+
+    def running(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What each forward runs in, for code that would otherwise cut gradients short."""
+        return nullcontext()
+
     @abstractmethod
     def anatomy(self, model: nn.Module) -> Anatomy: ...
+
+    @contextmanager
+    def looping(self, model: nn.Module, visits: int) -> Iterator[None]:
+        """The model with another loop count.
+
+        Raises:
+            InputError: it has none that is read when it runs.
+        """
+        owner, _, name = self.loops.rpartition(".")
+        if not name:
+            raise InputError(
+                f"{type(self).__name__} has no loop count that is read when it runs, so it can't be changed"
+            )
+        holder = attrgetter(owner)(model)
+        before = getattr(holder, name)
+        setattr(holder, name, visits)
+        try:
+            yield
+        finally:
+            setattr(holder, name, before)
 
     def body(self, model: Any) -> nn.Module:
         """The module whose forward runs every step once, without the head."""
@@ -122,6 +179,8 @@ class Family(ABC):
             missing=anatomy.missing,
             absent=anatomy.absent,
             notes=anatomy.notes,
+            learned_sink=self.learned_sink,
+            ragged=anatomy.ragged,
             order=anatomy.order,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),
@@ -137,7 +196,7 @@ def _first(*ids: Any) -> int:
     return 0
 
 
-ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in")
+ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in", "expert_out")
 NO_ROUTER: Mapping[str, str] = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
 """`missing` of a dense family."""
 
@@ -182,9 +241,11 @@ def pre_norm_reads(
     reads = [
         Read("resid", "", "input"),
         Read("X", norm),
+        Read("O", attention),
         Read("attn_write", attn_write or attention),
         Read("moe_in", mlp_norm),
         Read("moe_write", mlp_write or mlp),
+        Read("resid_out", ""),
     ]
     if router is not None and experts is not None:
         reads.append(Read("router", f"{mlp}.{router}"))

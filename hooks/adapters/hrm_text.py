@@ -6,6 +6,8 @@ with a norm, and its input is the sum of both states.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
@@ -13,6 +15,18 @@ from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, p
 
 class HrmText(Family):
     model_types = ("hrm_text",)
+    loops = "config.H_cycles"
+
+    @contextmanager
+    def running(self, model: Any) -> Iterator[None]:
+        """Its code gives gradients to the last few low cycles of a high one, by a list: here all have them."""
+        body: Any = self.body(model)
+        before = body.L_bp_cycles_padded
+        body.L_bp_cycles_padded = [model.config.L_cycles] * model.config.H_cycles
+        try:
+            yield
+        finally:
+            body.L_bp_cycles_padded = before
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config

@@ -7,6 +7,8 @@ prelude output]. Its code ignores attention masks, so padding isn't to be truste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,9 +40,11 @@ class Huginn(Family):
         reads = (
             Read("resid", "", "input", name="x"),
             Read("X", "norm_1"),
+            Read("O", "attn"),
             Read("attn_write", "attn"),
             Read("moe_in", "norm_3"),
             Read("moe_write", "mlp"),
+            Read("resid_out", ""),
         )
         parts = [[f"transformer.{part}.{i}" for i in range(len(model.transformer[part]))] for part in _PARTS]
         prelude, core, _ = (len(part) for part in parts)
@@ -56,6 +60,15 @@ class Huginn(Family):
                 "attention masks are ignored by the model's code: padding would move logits",
             ),
         )
+
+    @contextmanager
+    def looping(self, model: Any, visits: int) -> Iterator[None]:
+        before = self.steps, self.call
+        self.steps, self.call = visits, {**self.call, "num_steps": visits}
+        try:
+            yield
+        finally:
+            self.steps, self.call = before
 
     def start(self, model: Any, tokens: torch.Tensor, position: int = 0) -> dict[str, Any]:
         if self._state is None or self._state.device != tokens.device:

@@ -21,6 +21,8 @@ _PARTIAL = (
 
 class Inkling2Loop(Family):
     model_types = ("inkling2_loop_text",)
+    learned_sink = True
+    loops = "config.loop_num_passes"
 
     def anatomy(self, model: Any) -> Anatomy:
         config = self.text_config(model)
@@ -30,7 +32,7 @@ class Inkling2Loop(Family):
         return Anatomy(
             layers,
             tuple(order),
-            missing={"resid": _PARTIAL, "sum of writes": _PARTIAL, "softmax router": SIGMOID},
+            missing={"resid": _PARTIAL, "resid_out": _PARTIAL, "sum of writes": _PARTIAL, "softmax router": SIGMOID},
             notes=(
                 "visits from the second on restart from the state before the loop; the first looped layer's input is the same",
                 "X is the input of the queries; keys and values read others, with message gates at later visits",
@@ -57,6 +59,7 @@ class Inkling2Loop(Family):
 
 _READS = (
     Read("X", "self_attn", "input"),
+    Read("O", "self_attn"),
     Read("attn_write", "post_attention_convolution"),
     Read("moe_in", "post_attention_layernorm"),
     Read("moe_write", "post_mlp_convolution"),

@@ -22,6 +22,7 @@ class MoEUT(Family):
 
     model_types = ("moeut",)
     attention_calls = "sdpa"
+    loops = "transformer.n_repeats"
     call = MappingProxyType({})
 
     def __init__(self, context_length: int = 1024) -> None:
@@ -37,9 +38,11 @@ class MoEUT(Family):
         reads = (
             Read("resid", "", "input", name="x"),
             Read("X", "ln1"),
+            Read("O", "attention"),
             Read("attn_write", "attention"),
             Read("expert_in", "ffn", "input", name="input"),
             Read("moe_write", "ffn"),
+            Read("resid_out", ""),
         )
         inside = (Inside("ffn", ("router", "experts", "gates"), _routing),)
         count = len(model.transformer.layers)
@@ -49,6 +52,7 @@ class MoEUT(Family):
             tuple([*range(count)] * model.transformer.n_repeats),
             missing={
                 "softmax router": SIGMOID,
+                "expert_out": "its experts run in one kernel, which gives their weighted sum alone",
                 "moe_in": "its experts read the residual stream itself; the router alone reads a norm of it",
             },
             notes=(

@@ -16,6 +16,7 @@ class Ouro(Family):
     """`steps` passes (the model's own number by default): set on the model, which reads it at each forward."""
 
     model_types = ("ouro",)
+    loops = "base_model.total_ut_steps"
 
     def __init__(self, steps: int | None = None) -> None:
         if steps is not None and steps < 1:

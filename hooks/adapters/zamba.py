@@ -19,7 +19,7 @@ _SHARED = (
     "the shared block's output goes into a Mamba layer's input and isn't added to the residual; Mamba layers have no "
     "attention or feed-forward write"
 )
-_ON_BLOCK_ONLY = ("X", "Q", "K", "V", "P", "PV", "moe_in")
+_ON_BLOCK_ONLY = ("X", "Q", "K", "V", "P", "PV", "O", "moe_in")
 
 
 class Zamba(Family):
@@ -30,6 +30,7 @@ class Zamba(Family):
         shared_reads = (
             Read("resid", "", "input"),
             Read("X", "input_layernorm"),
+            Read("O", "self_attn"),
             Read("moe_in", "pre_ff_layernorm"),
         )
         paths: dict[object, list[str]] = {}
@@ -44,13 +45,12 @@ class Zamba(Family):
             paths[mamba] = [mamba]
             order.append(mamba)
         number = {key: n for n, key in enumerate(dict.fromkeys(order))}
-        layers, mambas = [], {}
+        layers, mambas, shared = [], {}, {}
         for key, n in number.items():
             is_mamba = isinstance(key, str)
-            reads = (Read("resid", "", "input"),) if is_mamba else shared_reads
+            reads = (Read("resid", "", "input"), Read("resid_out", "")) if is_mamba else shared_reads
             layers.append(Layer(tuple(paths[key]), reads, None if is_mamba else "self_attn"))
-            if is_mamba:
-                mambas[n] = _MAMBA
+            (mambas if is_mamba else shared)[n] = _MAMBA if is_mamba else _SHARED
         return Anatomy(
             tuple(layers),
             tuple(number[key] for key in order),
@@ -60,7 +60,7 @@ class Zamba(Family):
                 "moe_write": _SHARED,
                 **NO_ROUTER,
             },
-            absent=dict.fromkeys(_ON_BLOCK_ONLY, mambas),
+            absent=dict.fromkeys(_ON_BLOCK_ONLY, mambas) | {"resid_out": shared},
             notes=(
                 "X of the shared block is the norm of [hidden, embedding], twice as wide as the residual",
                 *(("adapters of each visit inside the shared block",) if _has_adapters(model) else ()),

@@ -38,6 +38,8 @@ class Forward:
     """Values of steps before the first one that runs."""
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(site, step) -> the value there in this forward, after its interventions."""
+    in_parts: bool = False
+    """Whether the documents run in several parts, so that a value holds some documents alone."""
 
     def value(self, site: str, step: Step) -> Tensor:
         """What a step that has run had at a site.
@@ -122,6 +124,18 @@ class At:
     step: Step
     plan: ExecutionPlan
     forward: Forward
+
+    @property
+    def experts(self) -> Tensor:
+        """[context, position, k] experts used at this step."""
+        return self.forward.values["experts", self.step.index]
+
+    def batch(self, value: Tensor, site: str | None = None) -> Tensor:
+        """The whole batch's value here: `value`, or, in a model that runs documents in parts, that of the run without
+        these interventions. Of another site by name."""
+        if self.forward.in_parts and self.forward.reference is not None:
+            return self.forward.reference.at(site or self.site, self.step.index)
+        return value if site is None else self.forward.values[site, self.step.index]
 
 
 def numbers(choice: Any) -> tuple[int, ...] | None:

@@ -17,6 +17,9 @@ Choice = int | Iterable[int] | None
 """One number, several, or None for all. Layers are 0-based, visits 1-based."""
 
 
+_EXPERT_SITES = ("router", "experts", "gates", "expert_out")
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where an intervention acts; None is everywhere. At K and V, `head` counts key/value heads."""
@@ -34,18 +37,21 @@ class Place:
 
     @classmethod
     def of(
-        cls, site: str, layer: Choice, visit: Choice, head: Choice, token: TokenChoice, expert: Choice = None
+        cls,
+        site: str,
+        layer: Choice = None,
+        visit: Choice = None,
+        head: Choice = None,
+        token: TokenChoice = None,
+        expert: Choice = None,
     ) -> Place:
         """Raises InputError: an unknown site, or a choice of heads or experts that the site doesn't have."""
         check_sites([site])
         axes = SITES[site].axes
         if head is not None and not {"head", "kv_head"} & set(axes):
             raise InputError(f"site {site!r} has no heads to choose; choose them at Q, K, V, P or PV")
-        if expert is not None and site not in ("router", "experts", "gates"):
-            raise InputError(
-                f"site {site!r} has no experts to choose; choose them at router, experts or gates (an expert's output "
-                "enters by its gate: zero or scale it there)"
-            )
+        if expert is not None and site not in _EXPERT_SITES:
+            raise InputError(f"site {site!r} has no experts to choose; choose them at {', '.join(_EXPERT_SITES)}")
         return cls(site, numbers(layer), numbers(visit), numbers(head), numbers(expert), token)
 
     def steps(self, plan: ExecutionPlan) -> list[Step]:
@@ -77,8 +83,9 @@ class Place:
             if self.site == "router":
                 parts.append(_along(2, value, self.expert, "expert"))
             else:
-                used = value if self.site == "experts" else at.forward.values["experts", at.step.index]
-                parts.append(torch.isin(used, torch.tensor(self.expert, device=used.device)))
+                used = value if self.site == "experts" else at.experts
+                chosen = torch.isin(used, torch.tensor(self.expert, device=used.device))
+                parts.append(chosen.unsqueeze(-1) if self.site == "expert_out" else chosen)
         if not parts:
             return None
         mask = parts[0]
@@ -111,11 +118,17 @@ class Intervention:
     """Another run whose values it puts in, looked up before anything is changed: a lazy one runs then."""
     number: float | None = None
     """The number that it was given, for its text."""
+    whole_batch: bool = False
+    """Whether it reads the values of the batch's other documents too."""
+    beside: tuple[str, ...] = ()
+    """Sites whose values at the same step it reads."""
+    unless_summed: Intervention | None = None
+    """What does the same in a model whose next residual isn't the sum of writes."""
 
-    def prepare(self, plan: ExecutionPlan) -> None:
+    def prepare(self, steps: Iterable[Step]) -> None:
         """Raises InputError: the other run has no value there."""
         if self.values is not None:
-            for step in self.place.steps(plan):
+            for step in steps:
                 self.values.at(self.place.site, step.index)
 
     def stored(self, plan: ExecutionPlan) -> set[tuple[str, int]]:
@@ -134,8 +147,9 @@ class Intervention:
                         "use swap, or replace from another run"
                     )
                 keys.add((self.place.site, source.index))
-            if self.place.site == "gates" and self.place.expert is not None:
+            if self.place.site in ("gates", "expert_out") and self.place.expert is not None:
                 keys.add(("experts", step.index))
+            keys |= {(site, step.index) for site in self.beside}
         return keys
 
     def apply(self, value: Tensor, at: At) -> tuple[Tensor, bool]:

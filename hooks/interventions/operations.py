@@ -7,8 +7,9 @@ everywhere. They are applied by `intervene`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -19,66 +20,65 @@ from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
 
 SiteMeans = Mapping[tuple[str, int], Tensor]
-"""(site, step) -> mean over the tokens of a sample, shaped as one token's value (`site_means`)."""
+"""(site, step) -> mean over the tokens of a sample, shaped as one token's value; at `expert_out` [expert, hidden], over
+the tokens that use the expert (`site_means`)."""
 
 
-def zero(
-    site: str,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    expert: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
-    """Zeros. At `gates` with `expert`, the expert is silenced and the other gates stay as they are."""
-    place = _numeric(Place.of(site, layer, visit, head, token, expert), "zero")
-    return Intervention("zero", place, lambda value, at: value.new_zeros(()))
+class Where(TypedDict, total=False):
+    """Where in a site; what isn't named is everywhere."""
+
+    layer: Choice
+    visit: Choice
+    head: Choice
+    token: TokenChoice
 
 
-def scale(
-    site: str,
-    factor: float | Tensor,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    expert: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+class WhereExpert(Where, total=False):
+    """The same at sites that have experts: router, experts, gates, expert_out."""
+
+    expert: Choice
+
+
+Operation = TypeVar("Operation", bound=Callable[..., object])
+
+
+def _where_shown(operation: Operation) -> Operation:
+    """The keywords of `Where` in the signature, for help and tab completion."""
+    shown = inspect.signature(operation)
+    (where,) = (p for p in shown.parameters.values() if p.kind is p.VAR_KEYWORD)
+    names = (WhereExpert if "WhereExpert" in str(where.annotation) else Where).__annotations__
+    given = [p for p in shown.parameters.values() if p is not where]
+    keywords = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a) for n, a in names.items()
+    ]
+    operation.__signature__ = shown.replace(parameters=[*given, *keywords])  # type: ignore[attr-defined]  # functions take it
+    return operation
+
+
+@_where_shown
+def zero(site: str, **where: Unpack[WhereExpert]) -> Intervention:
+    """Zeros. At `expert_out` or `gates` with `expert`, the expert is silenced and the other gates stay as they are."""
+    return Intervention("zero", _numeric(Place.of(site, **where), "zero"), lambda value, at: value.new_zeros(()))
+
+
+@_where_shown
+def scale(site: str, factor: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value times a factor (a number, or a tensor that broadcasts against [context, position, ...])."""
-    place = _numeric(Place.of(site, layer, visit, head, token, expert), "scale")
+    place = _numeric(Place.of(site, **where), "scale")
     return Intervention("scale", place, lambda value, at: value * factor, number=_number(factor))
 
 
-def add(
-    site: str,
-    vector: float | Tensor,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    expert: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+@_where_shown
+def add(site: str, vector: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value plus a vector over its last axis (a steering vector), or any tensor that broadcasts against it."""
-    place = _numeric(Place.of(site, layer, visit, head, token, expert), "add")
+    place = _numeric(Place.of(site, **where), "add")
     return Intervention("add", place, lambda value, at: value + vector, number=_number(vector))
 
 
-def replace(
-    site: str,
-    value: float | Tensor | SiteValues,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    expert: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+@_where_shown
+def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[WhereExpert]) -> Intervention:
     """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
-
-    place = Place.of(site, layer, visit, head, token, expert)
+    place = Place.of(site, **where)
     if isinstance(value, (int, float, Tensor)):
         constant = torch.as_tensor(value)
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
@@ -87,57 +87,56 @@ def replace(
     return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
 
 
-def mean(
-    site: str,
-    over: SiteMeans | None = None,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
-    """The mean over tokens: of a sample (`over=site_means(...)`), or of the batch that runs. Whatever the position."""
+@_where_shown
+def mean(site: str, over: SiteMeans | None = None, **where: Unpack[WhereExpert]) -> Intervention:
+    """The mean over tokens: of a sample (`over=site_means(...)`), or of the batch that runs. Whatever the position. At
+    `expert_out` each expert's own, over the tokens that use it."""
 
     def change(value: Tensor, at: At) -> Tensor:
+        by_expert = site == "expert_out"
         if over is None:
-            return value[at.forward.real].mean(0)
+            real, batch = at.forward.real, at.batch(value)
+            if not by_expert:
+                return batch[real].mean(0)
+            used = at.batch(value, "experts")
+            number = int(torch.maximum(used.max(), at.experts.max())) + 1
+            return means_by_expert(batch[real], used[real], number)[at.experts]
         try:
-            return over[at.site, at.step.index]
+            found = over[at.site, at.step.index]
         except KeyError:
             raise InputError(f"the means hold no {at.site!r} at {at.step}; make them with site_means") from None
+        return found[at.experts] if by_expert else found
 
-    return Intervention("mean", _per_token(Place.of(site, layer, visit, head, token), "mean"), change)
+    place = _per_token(Place.of(site, **where), "mean")
+    return Intervention("mean", place, change, whole_batch=over is None, beside=("experts",) * (site == "expert_out"))
 
 
-def resample(
-    site: str,
-    seed: int = 0,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+def means_by_expert(outputs: Tensor, experts: Tensor, number: int) -> Tensor:
+    """[number, hidden] mean of outputs [token, k, hidden] over the tokens that use each of experts [token, k]; 0 for one
+    that nobody uses."""
+    ids = experts.flatten()
+    totals = outputs.new_zeros(number, outputs.shape[-1]).index_add(0, ids, outputs.flatten(0, 1))
+    return totals / torch.bincount(ids, minlength=number).clamp(min=1).unsqueeze(1)
+
+
+@_where_shown
+def resample(site: str, seed: int = 0, **where: Unpack[Where]) -> Intervention:
     """Another document's value: each token gets that of a token drawn from the other documents of its batch."""
+    place = Place.of(site, **where)
+    if "key" in SITES[site].axes or site == "expert_out":
+        why = "another document's keys are other tokens; resample Q or K"
+        if site == "expert_out":
+            why = "another document's token uses other experts; resample moe_write, or take the mean"
+        raise InputError(f"{site!r} can't be resampled: {why}")
 
     def change(value: Tensor, at: At) -> Tensor:
-        return value.flatten(0, 1)[at.forward.other_documents(seed)].view_as(value)
+        return at.batch(value).flatten(0, 1)[at.forward.other_documents(seed)].view_as(value)
 
-    place = Place.of(site, layer, visit, head, token)
-    if "key" in SITES[site].axes:
-        raise InputError(f"{site!r} can't be resampled: another document's keys are other tokens; resample Q or K")
-    return Intervention("resample", place, change)
+    return Intervention("resample", place, change, whole_batch=True)
 
 
-def project_out(
-    site: str,
-    directions: Tensor,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+@_where_shown
+def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value without its part along one direction [d] or several [n, d] of its last axis."""
     if directions.ndim not in (1, 2) or not bool(directions.isfinite().all()):
         raise InputError(f"expected finite directions [d] or [n, d], got shape {tuple(directions.shape)}")
@@ -153,27 +152,20 @@ def project_out(
         b = basis.to(value)
         return value - (value @ b.T) @ b
 
-    return Intervention("project_out", _per_token(Place.of(site, layer, visit, head, token), "project_out"), change)
+    return Intervention("project_out", _per_token(Place.of(site, **where), "project_out"), change)
 
 
 # Between visits
 
 
-def take(
-    site: str,
-    source: int = 1,
-    *,
-    layer: Choice = None,
-    visit: Choice = None,
-    head: Choice = None,
-    token: TokenChoice = None,
-) -> Intervention:
+@_where_shown
+def take(site: str, source: int = 1, **where: Unpack[Where]) -> Intervention:
     """What visit `source` of the same layer had in the same forward (after its own interventions): a frozen site.
 
     `visit` is by default every later one. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
     to take both, name both.
     """
-    place = dataclasses.replace(Place.of(site, layer, visit, head, token), least=source)
+    place = dataclasses.replace(Place.of(site, **where), least=source)
     if place.visit is None:
         place = dataclasses.replace(place, after=source)
 
@@ -210,7 +202,14 @@ def skip(*, layer: Choice = None, visit: Choice = None, token: TokenChoice = Non
     """No write at all: the residual stream passes the visit unchanged. Without `layer`, the visit of every layer."""
     if visit is None and layer is None:
         raise InputError("skip what? name a visit, a layer, or both")
-    return tuple(zero(site, layer=layer, visit=visit, token=token) for site in ("attn_write", "moe_write"))
+    passed = Intervention(
+        "skip",
+        Place.of("resid_out", layer, visit, token=token),
+        lambda value, at: at.forward.values["resid", at.step.index],
+        beside=("resid",),
+    )
+    writes = (zero(site, layer=layer, visit=visit, token=token) for site in ("attn_write", "moe_write"))
+    return tuple(dataclasses.replace(write, unless_summed=passed) for write in writes)
 
 
 def knock_out_sink(
@@ -236,10 +235,10 @@ def knock_out_sink(
         rest = pattern.masked_fill(blocked.unsqueeze(1), 0.0)
         if mass == "drop":
             return rest
-        total = rest.sum(-1, keepdim=True)
-        return torch.where(total > 0, rest / total, rest)
+        total = rest.sum(-1, keepdim=True)  # a learned sink's slot keeps its own mass
+        return torch.where(total > 0, rest * (pattern.sum(-1, keepdim=True) / total), rest)
 
-    return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head, None), change)
+    return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head), change)
 
 
 def _number(given: object) -> float | None:
@@ -248,7 +247,9 @@ def _number(given: object) -> float | None:
 
 def _numeric(place: Place, name: str) -> Place:
     if place.site == "experts":
-        raise InputError(f"{name} makes no sense of expert numbers; silence an expert by zero('gates', expert=...)")
+        raise InputError(
+            f"{name} makes no sense of expert numbers; silence an expert by zero('expert_out', expert=...)"
+        )
     return place
 
 

@@ -137,22 +137,22 @@ class SegmentedAttention(nn.Module):
             starts = segments.starts().to(q.device).view(contexts, new)
             allowed = allowed & (starts.unsqueeze(2) == starts.unsqueeze(1))
             allowed = allowed.unsqueeze(1)
-        with _versions_counted():
+        with versions_counted():
             scores = (q.transpose(1, 2) @ self._spread(k).permute(0, 2, 3, 1)) * self.d**-0.5
             scores = scores.masked_fill(~allowed, float("-inf"))
-        changed_scores, scores = _pass_through(scores_hook, scores)
-        with _versions_counted():
+        changed_scores, scores = pass_through(scores_hook, scores)
+        with versions_counted():
             pattern = scores.softmax(-1)
-        changed_pattern, pattern = _pass_through(pattern_hook, pattern)
+        changed_pattern, pattern = pass_through(pattern_hook, pattern)
         return pattern if changed_scores or changed_pattern else None
 
 
-def _versions_counted() -> AbstractContextManager[object]:
+def versions_counted() -> AbstractContextManager[object]:
     """Tensors made in inference mode have no version counter, by which a change in place is noticed."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def _pass_through(hook: HookPoint, value: Tensor) -> tuple[bool, Tensor]:
+def pass_through(hook: HookPoint, value: Tensor) -> tuple[bool, Tensor]:
     """Whether the hook point changed the tensor (or will want its gradient), and what it returned."""
     version = value._version
     result = hook(value)

@@ -10,7 +10,6 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -23,8 +22,8 @@ from transformer_lens.HookedRootModule import HookedRootModule
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, RoutedSteps, at_least_float32
 from visitlens.kernels.errors import InputError
-from visitlens.kernels.grouped_experts import grouped_experts
 from visitlens.kernels.segments import Segments
 
 
@@ -65,15 +64,7 @@ class AttentionHooks(nn.Module):
         self.hook_attn_scores = HookPoint()
         self.hook_pattern = HookPoint()
         self.hook_z = HookPoint()
-
-
-class ExpertHooks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hook_router_logits = HookPoint()
-        self.hook_expert_indices = HookPoint()
-        self.hook_expert_weights = HookPoint()
-        self.hook_expert_in = HookPoint()  # what the experts read, apart from what the router read
+        self.hook_o = HookPoint()
 
 
 class VisitHooks(nn.Module):
@@ -90,43 +81,6 @@ class VisitHooks(nn.Module):
         self.mlp = ExpertHooks()
         self.hook_mlp_out = HookPoint()
         self.hook_resid_post = HookPoint()
-
-
-class MixtureOfExperts(nn.Module):
-    """Router and experts of one physical layer."""
-
-    def __init__(self, config: LoopedMoEConfig) -> None:
-        super().__init__()
-        h, f, e, shared = config.hidden_size, config.expert_dim, config.num_experts, config.shared_expert_dim
-        self.k = config.experts_per_token
-        self.W_router = nn.Parameter(torch.empty(h, e))
-        self.W_in = nn.Parameter(torch.empty(e, h, 2 * f))
-        self.W_out = nn.Parameter(torch.empty(e, f, h))
-        if shared:
-            self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
-            self.W_shared_out = nn.Parameter(torch.empty(shared, h))
-        self.has_shared = shared > 0
-        self.run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = (
-            grouped_experts  # `expert_parallel` puts its own in its place
-        )
-
-    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
-        def batched(hook: HookPoint, value: Tensor) -> Tensor:
-            return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
-
-        logits = batched(hooks.hook_router_logits, _at_least_float32(x @ self.W_router))
-        probabilities = logits.softmax(-1)
-        experts = batched(hooks.hook_expert_indices, probabilities.topk(self.k, dim=-1).indices)
-        gates = probabilities.gather(1, experts)
-        gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
-        if aux is not None:
-            aux.append((logits, experts))
-        x = batched(hooks.hook_expert_in, x)
-        out = self.run_experts(x, experts, gates, self.W_in, self.W_out)
-        if self.has_shared:
-            gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
-            out = out + (F.silu(gate) * up) @ self.W_shared_out
-        return out
 
 
 class Block(nn.Module):
@@ -149,7 +103,7 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         hooks = cast(VisitHooks, self.visit[str(step.visit)])
 
@@ -159,10 +113,10 @@ class Block(nn.Module):
         x = batched(hooks.hook_resid_pre, x)
         normalized = batched(hooks.ln1.hook_normalized, self.ln1(x))
         slot = None if cache is None else cache.slots[step.index]
-        attn = self.attn(normalized, hooks.attn, segments, rotary, contexts, slot)
+        attn = batched(hooks.attn.hook_o, self.attn(normalized, hooks.attn, segments, rotary, contexts, slot))
         x = batched(hooks.hook_resid_mid, x + batched(hooks.hook_attn_out, attn * self.scale))
         normalized = batched(hooks.ln2.hook_normalized, self.ln2(x))
-        moe = self.mlp(normalized, hooks.mlp, contexts, aux)
+        moe = self.mlp(normalized, hooks.mlp, contexts, routed)
         return batched(hooks.hook_resid_post, x + batched(hooks.hook_mlp_out, moe * self.scale))
 
 
@@ -267,15 +221,15 @@ class LoopedMoE(HookedRootModule):
 
     def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
-        aux: list[tuple[Tensor, Tensor]] = []
-        logits = self._unembed(self._features(tokens, segments, None, aux)).unflatten(0, tuple(tokens.shape))
+        routed = RoutedSteps()
+        logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
         cross_entropy = self._token_loss(logits, tokens, segments).nanmean()
         balance = z = logits.new_zeros(())
-        for router_logits, experts in aux:
+        for router_logits, experts in routed.steps:
             num_experts = router_logits.shape[1]
             load = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
-            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(aux)
-            z = z + router_logits.logsumexp(-1).square().mean() / len(aux)
+            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(routed.steps)
+            z = z + router_logits.logsumexp(-1).square().mean() / len(routed.steps)
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
 
@@ -330,7 +284,7 @@ class LoopedMoE(HookedRootModule):
         tokens: Tensor,
         segment_ids: Tensor | None,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         self._check(tokens, segment_ids, cache)
         contexts, length = tokens.shape
@@ -341,7 +295,7 @@ class LoopedMoE(HookedRootModule):
             positions = positions + cache.length
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
         every = range(len(self.plan))
-        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, aux))
+        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, routed))
 
     def _run(
         self,
@@ -351,10 +305,10 @@ class LoopedMoE(HookedRootModule):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         for step in self.plan.steps[steps.start : steps.stop]:
-            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
+            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, routed)
         return x
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -365,7 +319,7 @@ class LoopedMoE(HookedRootModule):
 
     def _token_loss(self, logits: Tensor, tokens: Tensor, segments: Tensor | None) -> Tensor:
         loss = F.cross_entropy(
-            _at_least_float32(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"
+            at_least_float32(logits[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten().long(), reduction="none"
         )
         loss = loss.view(tokens.shape[0], -1)
         if segments is None:
@@ -389,7 +343,3 @@ class LoopedMoE(HookedRootModule):
         end = tokens.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.context_length:
             raise InputError(f"{end} positions exceed the model's context of {self.config.context_length}")
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from visitlens.hooks.capture import Captured
-from visitlens.hooks.document_model import DocumentModel
+from visitlens.hooks.document_model import Change, DocumentModel
 from visitlens.hooks.instrumented import ModelFacts
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -33,9 +35,11 @@ _POINTS = {
     "V": ("attn.v.hook_out",),
     "P": ("attn.hook_pattern",),
     "PV": ("attn.o.hook_in",),
+    "O": ("attn.hook_out",),
     "attn_write": ("attn.hook_out",),
     "moe_in": ("ln2.hook_out",),
     "moe_write": ("mlp.hook_out",),
+    "resid_out": ("hook_out",),
 }
 """Site -> the bridge's canonical hook point below a block."""
 _NOT_IN_BRIDGE = "a TransformerLens bridge has no hook point for it; visitlens.adapt(bridge.original_model) may"
@@ -101,7 +105,9 @@ class VisitBridge(DocumentModel):
 
     @contextmanager
     def observing(self, captured: Captured) -> Iterator[None]:
-        wanted = {_POINTS[site][0]: site for site in captured.sites}
+        wanted: dict[str, list[str]] = {}
+        for site in captured.sites:
+            wanted.setdefault(_POINTS[site][0], []).append(site)
 
         def begin() -> None:
             if self.part is None or self.part.first:
@@ -111,15 +117,29 @@ class VisitBridge(DocumentModel):
             match = _BLOCK.fullmatch(hook.name)
             if hook.step is None or match is None:
                 return
-            site = wanted[match["point"]]
-            if site in ("V", "PV") and value.ndim == 3:
-                heads = self.config.num_kv_heads if site == "V" else self.config.num_heads
-                value = value.unflatten(-1, (heads, -1))
-            self.place(captured, site, hook.step.index, value, tuple(value.shape[:2]))
+            for site in wanted[match["point"]]:
+                self.place(captured, site, hook.step.index, self._by_head(site, value), tuple(value.shape[:2]))
 
         hooks = [(f"{block}.visit.*.{point}", store) for block in self.blocks for point in wanted]
-        with self.hooks(hooks, begin):
+        with self.hooks(hooks, begin, lambda: self.check_kept(captured)):
             yield
+
+    @contextmanager
+    def changing(self, places: Collection[tuple[str, Step]], change: Change) -> Iterator[None]:
+        def put(value: Tensor, hook: VisitPoint, site: str, step: Step) -> Tensor | None:
+            new = self.changed(change, site, step, self._by_head(site, value), tuple(value.shape[:2]))
+            return None if new is None else new.reshape(value.shape)
+
+        names = [
+            (f"{self.blocks[step.layer]}.visit.{step.visit}.{_POINTS[site][0]}", site, step) for site, step in places
+        ]
+        with self.hooks([(name, partial(put, site=site, step=step)) for name, site, step in names]):
+            yield
+
+    def _by_head(self, site: str, value: Tensor) -> Tensor:
+        if site not in ("V", "PV") or value.ndim != 3:
+            return value
+        return value.unflatten(-1, (self.config.num_kv_heads if site == "V" else self.config.num_heads, -1))
 
     # TransformerLens' calls, by visit
 
@@ -183,7 +203,12 @@ class VisitBridge(DocumentModel):
         raise PlanError(f"{step} never ran")
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[tuple[str, Hook]], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def hooks(
+        self,
+        fwd_hooks: Sequence[tuple[str, Hook]],
+        begin: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Hook functions at named visits, for every forward inside."""
         by_point: dict[str, list[tuple[int | None, Hook, str]]] = {}
         for name, function in fwd_hooks:
@@ -213,6 +238,10 @@ class VisitBridge(DocumentModel):
             now.clear()
             begin()
 
+        def last(*_: Any) -> None:
+            clock.finish()
+            end()
+
         def entered(value: Any, hook: Any, block: str) -> Any:
             enter(block)
             return fire(value, hook, f"{block}.hook_in")
@@ -226,7 +255,7 @@ class VisitBridge(DocumentModel):
             if not _is_entry(point)
         ]
         handles = [self.bridge.original_model.register_forward_pre_hook(first)]
-        handles.append(self.bridge.original_model.register_forward_hook(lambda *_: clock.finish()))
+        handles.append(self.bridge.original_model.register_forward_hook(last))
         try:
             with self.bridge.hooks(fwd_hooks=attached):
                 yield
@@ -308,7 +337,7 @@ def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points:
     cfg = bridge.cfg
     missing = {
         site: _NOT_IN_BRIDGE
-        for site in ("router", "experts", "gates", "expert_in", *_POINTS)
+        for site in SITES
         if site not in _POINTS or any(f"{block}.{_POINTS[site][0]}" not in points for block in blocks)
     }
     if any(f"{block}.attn.gate.hook_out" in points for block in blocks):

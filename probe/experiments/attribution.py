@@ -13,12 +13,13 @@ import torch
 from torch.nn import functional as F
 
 from visitlens.hooks.gradients import site_gradients
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, site_means, zero
 from visitlens.hooks.intervene import mean as mean_of
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches, score
+from visitlens.probe.scores import batches, check_predicts, device_of, score
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -28,32 +29,30 @@ _WHAT = "Change of the loss when {} at one step is {}, to first order: the gradi
 
 
 def attribution(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     sample: Sample,
     *,
     ablation: str = "zero",
     exact: int = 24,
     on_progress: Progress = silent,
 ) -> dict[str, StatArray]:
-    """`heads` [step, head] and `experts` [step, expert] by gradient; for `exact` units of each, the exact ablation beside it
+    """`heads` [step, head] and, where there is a router, `experts` [step, expert] by gradient; for `exact` units of each, the exact ablation beside it
     (`heads_checked`, `experts_checked` [estimate, unit]), and how the two agree.
 
     `ablation` of heads: "zero" or "mean" (over the sample). Experts are silenced by their gates.
 
     Raises:
-        InputError: another ablation, or a negative number to check.
+        InputError: another ablation, or a negative number to check; a model that has no PV.
     """
     if ablation not in ("zero", "mean") or exact < 0:
         raise InputError(f"expected ablation 'zero' or 'mean' and exact >= 0, got {ablation!r} and {exact}")
     means = site_means(model, sample.contexts, ["PV"]) if ablation == "mean" else None
-    heads, experts = attribute(model, sample, means)
+    attributed = attribute(model, sample, means)
     steps = model.plan.steps
-    labels = {"heads": {"step": steps, "head": list(range(heads.shape[2]))}}
-    labels["experts"] = {"step": steps, "expert": list(range(experts.shape[2]))}
     how = {"heads": "replaced by its mean" if ablation == "mean" else "zeroed", "experts": "silenced"}
     results: dict[str, StatArray] = {}
     counts = sample.counts.reshape(-1, 1, 1)
-    for name, effects in (("heads", heads), ("experts", experts)):
+    for name, effects in attributed.items():
         unit, one = name[:-1], _ONE[name]
         measure = Measure(
             name,
@@ -63,37 +62,46 @@ def attribution(
             _WHAT.format(one, how[name]),
             "ours",
         )
-        results[name] = sample.stat(measure, effects, counts, labels[name], "mean over predicted tokens")
-    for name, effects in (("heads", heads), ("experts", experts)):
+        labels = {"step": steps, unit: list(range(effects.shape[2]))}
+        results[name] = sample.stat(measure, effects, counts, labels, "mean over predicted tokens")
+    for name, effects in attributed.items():
         if exact:
             results |= _checked(model, sample, name, effects, exact, means, on_progress)
     return results
 
 
-def attribute(model: LoopedMoE, sample: Sample, means: object = None) -> tuple[np.ndarray, np.ndarray]:
-    """Nats by [document, step, head] and [document, step, expert] that the summed loss gains when one of them is ablated."""
+def attribute(model: LoopedMoE | InstrumentedModel, sample: Sample, means: object = None) -> dict[str, np.ndarray]:
+    """Nats by [document, step, head] and, where there is a router, [document, step, expert] that the summed loss gains when
+    one of them is ablated; NaN at a step that has none."""
+    check_predicts(model)
     config, plan = model.config, model.plan
-    heads = np.zeros((sample.documents, len(plan), config.num_heads))
-    experts = np.zeros((sample.documents, len(plan), config.num_experts))
-    for batch in batches(sample, device=model.embed.W_E.device):
+    sizes = {"heads": config.num_heads, "experts": config.num_experts}
+    if isinstance(model, InstrumentedModel) and "gates" in model.config.missing:
+        del sizes["experts"]
+    totals = {name: np.full((sample.documents, len(plan), size), np.nan) for name, size in sizes.items()}
+    sites = ("PV", "gates") if "experts" in totals else ("PV",)
+    for batch in batches(sample, device=device_of(model)):
 
-        def loss(final: torch.Tensor, batch=batch) -> torch.Tensor:
-            return F.cross_entropy(batch.predictions(model, final), batch.truth, reduction="sum")
+        def loss(logits: torch.Tensor, batch=batch) -> torch.Tensor:
+            return F.cross_entropy(batch.at(logits), batch.truth, reduction="sum")
 
-        found = site_gradients(model, batch.tokens, batch.segments, ("PV", "gates"), loss, watch=("experts",))
+        found = site_gradients(model, batch.tokens, batch.segments, sites, loss, watch=("experts",) * (len(sites) - 1))
         document = sample.document_of[batch.rows]
         real = document >= 0
-        for step in plan.steps:
-            value, gradient = found.values["PV", step.index], found.gradients["PV", step.index]
-            target = 0.0 if means is None else means["PV", step.index].to(value)  # type: ignore[index]  # keyed by (site, step)
-            effect = ((target - value) * gradient).sum(-1).double().cpu().numpy()
-            np.add.at(heads[:, step.index], document[real], effect[real])
-            slots = -(found.values["gates", step.index] * found.gradients["gates", step.index]).double().cpu().numpy()
-            ids = found.values["experts", step.index].cpu().numpy()[real]
-            np.add.at(
-                experts[:, step.index], (np.repeat(document[real], ids.shape[1]), ids.ravel()), slots[real].ravel()
-            )
-    return heads, experts
+        here = np.unique(document[real])
+        for (site, step), gradient in found.gradients.items():
+            value = found.values[site, step]
+            total = totals["heads" if site == "PV" else "experts"][:, step]
+            total[here] = np.where(np.isnan(total[here]), 0.0, total[here])
+            if site == "PV":
+                target = 0.0 if means is None else means[site, step].to(value)  # type: ignore[index]  # keyed by (site, step)
+                effect = ((target - value) * gradient).sum(-1).double().cpu().numpy()
+                np.add.at(total, document[real], effect[real])
+            else:
+                slots = -(value * gradient).double().cpu().numpy()[real]
+                ids = found.values["experts", step].cpu().numpy()[real]
+                np.add.at(total, (np.repeat(document[real], ids.shape[1]), ids.ravel()), slots.ravel())
+    return totals
 
 
 def exact_chain(name: str, layer: int, visit: int, unit: int, means: object = None) -> list[Intervention]:
@@ -107,7 +115,7 @@ def exact_chain(name: str, layer: int, visit: int, unit: int, means: object = No
 
 def spread(total: np.ndarray, number: int) -> list[tuple[int, int]]:
     """`number` cells of a [step, unit] table, evenly spaced over its ranking, the extremes among them."""
-    order = np.argsort(total, axis=None, kind="stable")
+    order = np.argsort(total, axis=None, kind="stable")[: int((~np.isnan(total)).sum())]  # NaN is sorted last
     picked = np.unique(np.linspace(0, len(order) - 1, min(number, len(order))).round().astype(int))
     return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order[picked], total.shape), strict=True)]
 
@@ -126,7 +134,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _checked(
-    model: LoopedMoE,
+    model: LoopedMoE | InstrumentedModel,
     sample: Sample,
     name: str,
     effects: np.ndarray,

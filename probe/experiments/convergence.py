@@ -16,9 +16,10 @@ from visitlens.hooks.intervene import with_loop_count
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import STATE, batches, state_after
+from visitlens.probe.scores import STATE, batches, device_of, state_after
 
 if TYPE_CHECKING:
+    from visitlens.hooks.instrumented import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _QUANTITIES = {
@@ -34,7 +35,7 @@ _QUANTITIES = {
 
 @torch.no_grad()
 def convergence(
-    model: LoopedMoE, sample: Sample, *, loops: int | None = None, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel, sample: Sample, *, loops: int | None = None, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`step_size`, `step_angle`, `step_distance` [step] along the whole model, `visit_*` [visit] from one end of the loop span to the next.
 
@@ -43,12 +44,11 @@ def convergence(
     Raises:
         InputError: an unlooped model, with `loops`.
     """
+    layers = model.plan.looped_layers
     if loops is not None:
         model = with_loop_count(model, loops, "kept")
     plan = model.plan
-    looped = [s for s in plan.steps if s.layer in plan.looped_layers] or [
-        s for s in plan.steps if model.config.loop_start <= s.layer < model.config.loop_stop
-    ]
+    looped = [s for s in plan.steps if s.layer in (layers or plan.looped_layers)]
     if not looped:
         raise InputError("an unlooped model has no visits to converge over")
     ends = [max(s.index for s in looped if s.visit == v) for v in sorted({s.visit for s in looped})]
@@ -59,7 +59,7 @@ def convergence(
         for name in _QUANTITIES
     }
     jobs = len(sample.contexts.tokens)
-    for number, batch in enumerate(batches(sample, device=model.embed.W_E.device)):
+    for number, batch in enumerate(batches(sample, device=device_of(model))):
         with capture(model, STATE) as captured:
             model(batch.tokens, batch.segments, return_type="none")
         every = [captured.at("resid", 0), *(state_after(captured, step) for step in range(len(plan)))]

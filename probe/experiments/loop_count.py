@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import with_loop_count
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
@@ -19,23 +20,32 @@ SCALES = ("rescaled", "kept")
 
 
 def loop_count(
-    model: LoopedMoE, sample: Sample, *, loops: Sequence[int] = range(1, 9), on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel,
+    sample: Sample,
+    *,
+    loops: Sequence[int] = range(1, 9),
+    on_progress: Progress = silent,
 ) -> dict[str, StatArray]:
-    """`loss` and `accuracy` [scale, loops, slice], the writes in the span scaled by 1/loops or as the model was trained.
+    """`loss` and `accuracy` [scale, loops, slice], the writes in the span scaled by 1/loops or as the model was trained (in
+    families without such a scale, as they are).
 
     Raises:
-        InputError: an unlooped model, a loop count below 1.
+        InputError: an unlooped model, a loop count below 1, a family whose loop count is built in.
     """
     loops = list(loops)
-    loss = np.zeros((sample.documents, len(SCALES), len(loops)))
+    scales = ("kept",) if isinstance(model, InstrumentedModel) else SCALES  # other families' writes have no 1/r
+    loss = np.zeros((sample.documents, len(scales), len(loops)))
     hits = np.zeros_like(loss)
-    for i, scale in enumerate(SCALES):
+    for i, scale in enumerate(scales):
         for j, count in enumerate(loops):
             (scores,) = score(with_loop_count(model, count, scale), sample)
             loss[:, i, j], hits[:, i, j] = scores.loss, scores.hits
-            on_progress(i * len(loops) + j + 1, len(SCALES) * len(loops))
-    how = f"the loop span run `loops` times (trained with {model.config.visits}); rescaled: writes in it scaled by 1/loops, kept: by 1/{model.config.visits}"
-    axes, labels = ("scale", "loops", "slice"), {"scale": SCALES, "loops": loops, "slice": list(sample.slices)}
+            on_progress(i * len(loops) + j + 1, len(scales) * len(loops))
+    trained = max(model.plan.visits.values())
+    how = f"the loops run `loops` times (a layer's visits as the model is: {trained})"
+    if scales == SCALES:
+        how += f"; rescaled: writes in them scaled by 1/loops, kept: by 1/{model.config.visits}"
+    axes, labels = ("scale", "loops", "slice"), {"scale": scales, "loops": loops, "slice": list(sample.slices)}
     measures = {
         "loss": Measure("loss", "Loss by loop count", axes, "nats a token", f"Cross-entropy, {how}.", "ours"),
         "accuracy": Measure(

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import site_means
 from visitlens.hooks.interventions.forward import Forward
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches
+from visitlens.probe.scores import batches, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -29,8 +30,11 @@ NULLS = ("observed", "tokens shuffled", "less the mean", "less the mean, shuffle
 
 
 @torch.no_grad()
-def nulls(model: LoopedMoE, sample: Sample, *, seed: int = 0, on_progress: Progress = silent) -> dict[str, StatArray]:
-    """`cosine` [null, site, layer] between the first and the last visit; `expert_overlap` [null, layer], shared experts / k.
+def nulls(
+    model: LoopedMoE | InstrumentedModel, sample: Sample, *, seed: int = 0, on_progress: Progress = silent
+) -> dict[str, StatArray]:
+    """`cosine` [null, site, layer] between the first and the last visit; `expert_overlap` [null, layer], shared experts / k,
+    where there is a router. Sites that the model lacks are left out.
 
     Shuffled: the later visit's value is that of a token of another document of the same context. Over every token but a document's first.
 
@@ -40,13 +44,17 @@ def nulls(model: LoopedMoE, sample: Sample, *, seed: int = 0, on_progress: Progr
     pairs = model.plan.visit_pairs()
     if not pairs:
         raise InputError("an unlooped model has no two visits to compare")
-    means = site_means(model, sample.contexts, SITES)
-    cosines = np.zeros((sample.documents, len(NULLS), len(SITES), len(pairs)))
-    overlap = np.zeros((sample.documents, 2, len(pairs)))
+    lacks = model.absent_steps() if isinstance(model, InstrumentedModel) else {}
+    sites = [site for site in SITES if not all(pair.later.index in lacks.get(site, {}) for pair in pairs)]
+    routed = [j for j, pair in enumerate(pairs) if pair.later.index not in lacks.get("experts", {})]
+    means = site_means(model, sample.contexts, sites)
+    cosines = np.full((sample.documents, len(NULLS), len(sites), len(pairs)), np.nan)
+    cosines[:, :, [[pair.later.index not in lacks.get(site, {}) for pair in pairs] for site in sites]] = 0.0
+    overlap = np.zeros((sample.documents, 2, len(routed)))
     jobs = len(sample.contexts.tokens)
     counted = np.zeros(sample.documents)
-    for number, batch in enumerate(batches(sample, device=model.embed.W_E.device)):
-        with capture(model, [*SITES, "experts"]) as captured:
+    for number, batch in enumerate(batches(sample, device=device_of(model))):
+        with capture(model, [*sites, *["experts"] * bool(routed)]) as captured:
             model(batch.tokens, batch.segments, return_type="none")
         forward = Forward(batch.tokens, batch.segments)
         if int(forward.segments.starts().unique().numel()) - int(bool((~forward.real).any())) < 2:
@@ -56,16 +64,20 @@ def nulls(model: LoopedMoE, sample: Sample, *, seed: int = 0, on_progress: Progr
         flat = batch.row * batch.tokens.shape[1] + batch.position
         other = forward.other_documents(seed)[flat]
         for j, pair in enumerate(pairs):
-            for i, site in enumerate(SITES):
+            for i, site in enumerate(sites):
+                if pair.later.index in lacks.get(site, {}):
+                    continue
                 first, second = (_tokens(captured.at(site, s.index)) for s in (pair.earlier, pair.later))
                 centre = [means[site, s.index].flatten() for s in (pair.earlier, pair.later)]
                 for n, (a, b) in enumerate(((first, second), (first - centre[0], second - centre[1]))):
                     batch.add(cosine_similarity(a[flat], b[flat], dim=-1), cosines[:, 2 * n, i, j])
                     batch.add(cosine_similarity(a[flat], b[other], dim=-1), cosines[:, 2 * n + 1, i, j])
-            first, second = (captured.at("experts", s.index).flatten(0, 1) for s in (pair.earlier, pair.later))
+        for at, j in enumerate(routed):
+            steps = pairs[j].earlier, pairs[j].later
+            first, second = (captured.at("experts", s.index).flatten(0, 1) for s in steps)
             for n, index in enumerate((flat, other)):
                 shared = (first[flat].unsqueeze(2) == second[index].unsqueeze(1)).sum((1, 2))
-                batch.add(shared.double() / first.shape[1], overlap[:, n, j])
+                batch.add(shared.double() / first.shape[1], overlap[:, n, at])
         on_progress(number + 1, jobs)
     if not counted.any():
         raise InputError(
@@ -89,14 +101,12 @@ def nulls(model: LoopedMoE, sample: Sample, *, seed: int = 0, on_progress: Progr
         "|S1 ∩ S2| / k. Shuffled: S2 is another document's token's, which keeps every expert's load.",
         "ours",
     )
-    return {
-        "cosine": sample.stat(
-            cosine, cosines, counted.reshape(-1, 1, 1, 1), {"null": NULLS, "site": SITES, "layer": layers}
-        ),
-        "expert_overlap": sample.stat(
-            experts, overlap, counted.reshape(-1, 1, 1), {"null": NULLS[:2], "layer": layers}
-        ),
-    }
+    by_site = {"null": NULLS, "site": sites, "layer": layers}
+    results = {"cosine": sample.stat(cosine, cosines, counted.reshape(-1, 1, 1, 1), by_site)}
+    if routed:
+        by_layer = {"null": NULLS[:2], "layer": [layers[j] for j in routed]}
+        results["expert_overlap"] = sample.stat(experts, overlap, counted.reshape(-1, 1, 1), by_layer)
+    return results
 
 
 def _tokens(value: Tensor) -> Tensor:

@@ -13,12 +13,13 @@ import torch
 from torch.nn import functional as F
 
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.intervene import Intervention, intervene, replace
+from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.intervene import Intervention, replace
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import ROLES, Progress, Sample, silent
-from visitlens.probe.scores import STATE, batches, state_after
+from visitlens.probe.scores import STATE, batches, device_of, predictions
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def patching(
-    model: LoopedMoE, sample: Sample, *, by: str = "head", site: str = "", on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel,
+    sample: Sample,
+    *,
+    by: str = "head",
+    site: str = "",
+    on_progress: Progress = silent,
 ) -> dict[str, StatArray]:
     """`recovered` [step, head] or [step, part], and `corruption` (what there was to win back, nats a closing bracket).
 
     `by` is "head" (at `site` PV by default) or "part" of the prompt (at `site` resid by default).
 
     Raises:
-        InputError: a sample without prompts (`Sample.of_dyck`), an unknown `by`, a site without heads.
+        InputError: a sample without prompts (`Sample.of_dyck`), an unknown `by`, a site without heads, or one that the model doesn't have.
     """
     if sample.corrupted is None or sample.roles is None:
         raise InputError(
@@ -51,21 +57,24 @@ def patching(
     won = np.zeros((sample.documents, len(steps), len(columns)))
     clean_loss, corrupted_loss = np.zeros(sample.documents), np.zeros(sample.documents)
     jobs, done = len(sample.contexts.tokens) * len(steps) * len(columns), 0
-    for batch in batches(sample, device=model.embed.W_E.device):
+    native = not isinstance(model, InstrumentedModel)
+    for batch in batches(sample, device=device_of(model)):
         other = torch.from_numpy(sample.corrupted[batch.rows]).long().to(batch.tokens.device)
         roles = torch.from_numpy(sample.roles[batch.rows]).to(batch.tokens.device)
 
-        def loss(final: torch.Tensor, batch=batch) -> torch.Tensor:
-            return F.cross_entropy(batch.predictions(model, final), batch.truth, reduction="none")
+        def loss(
+            tokens: torch.Tensor, patch: tuple[Intervention, ...] = (), plain: Captured | None = None, batch=batch
+        ) -> torch.Tensor:
+            return F.cross_entropy(predictions(model, batch, patch, plain, tokens), batch.truth, reduction="none")
 
-        with capture(model, {site, *STATE}) as clean:
+        with capture(model, {site, *(STATE if native else ())}) as clean:
             model(batch.tokens, batch.segments, return_type="none")
-        with capture(model, STATE) as corrupted:
+        with capture(model, STATE if native else ()) as corrupted:
             model(other, batch.segments, return_type="none")
-        batch.add(loss(state_after(clean, -1)), clean_loss)
-        before = loss(state_after(corrupted, -1))
+        batch.add(loss(batch.tokens, plain=clean if native else None), clean_loss)
+        before = loss(other, plain=corrupted if native else None)
         batch.add(before, corrupted_loss)
-        for step in steps:
+        for step in (s for s in steps if s.index not in clean.absent.get(site, {})):
             for j, column in enumerate(columns):
                 done += 1
                 on_progress(done, jobs)
@@ -73,7 +82,7 @@ def patching(
                     continue  # no demonstration in these contexts
                 chosen: dict[str, Any] = {"head": column} if by == "head" else {"token": roles == j}
                 patch = replace(site, clean, layer=step.layer, visit=step.visit, **chosen)
-                patched = loss(_from(model, corrupted, step.index, patch, batch.segments))
+                patched = loss(other, (patch,), corrupted if native else None)
                 batch.add(before - patched, won[:, step.index, j])
     lost = (corrupted_loss - clean_loss).reshape(-1, 1, 1)
     recovered = Measure(
@@ -98,10 +107,3 @@ def patching(
         "recovered": sample.stat(recovered, won, lost, labels, "ratio of sums over prompts"),
         "corruption": sample.stat(corruption, lost[:, 0, 0], sample.counts, {}, "mean over closing brackets"),
     }
-
-
-def _from(
-    model: LoopedMoE, corrupted: Captured, start: int, patch: Intervention, segments: torch.Tensor
-) -> torch.Tensor:
-    with intervene(model, patch):
-        return model.run_steps(corrupted.at("resid", start), segments, start=start)

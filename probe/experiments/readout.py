@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.intervene import replace
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import STATE, batches, state_after
+from visitlens.probe.scores import STATE, Batch, batches, device_of, predictions, state_after
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -40,25 +42,27 @@ _QUANTITIES = {
 
 
 @torch.no_grad()
-def readout(model: LoopedMoE, sample: Sample, *, on_progress: Progress = silent) -> dict[str, StatArray]:
+def readout(
+    model: LoopedMoE | InstrumentedModel, sample: Sample, *, on_progress: Progress = silent
+) -> dict[str, StatArray]:
     """`loss`, `entropy`, `divergence`, `flips`, `final_answer` [lens, step] after each step, over the tokens that count."""
     plan = model.plan
     coda = max((s.index for s in plan.steps if s.layer in plan.looped_layers), default=len(plan) - 1) + 1
     totals = {name: np.zeros((sample.documents, len(LENSES), len(plan))) for name in _QUANTITIES}
     jobs = len(sample.contexts.tokens)
-    for number, batch in enumerate(batches(sample, device=model.embed.W_E.device)):
+    for number, batch in enumerate(batches(sample, device=device_of(model))):
         with capture(model, STATE) as captured:
             model(batch.tokens, batch.segments, return_type="none")
-        final = batch.predictions(model, state_after(captured, -1)).log_softmax(-1)
+        final = _lens(model, batch, captured, len(plan) - 1).log_softmax(-1)
         for i in range(len(LENSES)):
             before = None
             for step in range(len(plan)):
-                state = state_after(captured, step)
-                if i == 1 and step < coda:
-                    state = model.run_steps(state, batch.segments, start=coda)
-                elif i == 1:
-                    state = state_after(captured, -1)
-                read = batch.predictions(model, state).log_softmax(-1)
+                if step in captured.absent.get("resid_out", {}):
+                    continue
+                if i == 0:
+                    read = _lens(model, batch, captured, step).log_softmax(-1)
+                else:
+                    read = final if step >= coda else _coda_lens(model, batch, captured, step, coda).log_softmax(-1)
                 for name, values in _read(read, final, batch.truth, before).items():
                     batch.add(values, totals[name][:, i, step])
                 before = read.argmax(-1)
@@ -71,6 +75,27 @@ def readout(model: LoopedMoE, sample: Sample, *, on_progress: Progress = silent)
         )
         for name, (title, unit, definition) in _QUANTITIES.items()
     }
+
+
+def _lens(model: LoopedMoE | InstrumentedModel, batch: Batch, captured: Captured, step: int) -> Tensor:
+    """[counted, vocab] what the final norm and the unembedding make of the state after a step. An adapted model runs with
+    that state put in after its last step, so that it reads out in its own way."""
+    state = state_after(captured, step)
+    if not isinstance(model, InstrumentedModel):
+        return batch.read(model, state)
+    last = model.plan.steps[-1]
+    return predictions(model, batch, [replace("resid_out", state.nan_to_num(), layer=last.layer, visit=last.visit)])
+
+
+def _coda_lens(model: LoopedMoE | InstrumentedModel, batch: Batch, captured: Captured, step: int, coda: int) -> Tensor:
+    """The same of the state after the coda, run on from there."""
+    state = state_after(captured, step)
+    if not isinstance(model, InstrumentedModel):
+        return batch.read(model, model.run_steps(state, batch.segments, start=coda))
+    if coda == len(model.plan):
+        return _lens(model, batch, captured, step)
+    first = model.plan.steps[coda]
+    return predictions(model, batch, [replace("resid", state.nan_to_num(), layer=first.layer, visit=first.visit)])
 
 
 def _read(read: Tensor, final: Tensor, truth: Tensor, before: Tensor | None) -> dict[str, Tensor]:

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches
+from visitlens.probe.scores import batches, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -18,15 +19,28 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def routing_dynamics(
-    model: LoopedMoE, sample: Sample, *, tokens: int = 16, at_least: int = 8, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel,
+    sample: Sample,
+    *,
+    tokens: int = 16,
+    at_least: int = 8,
+    on_progress: Progress = silent,
 ) -> dict[str, StatArray]:
-    """`entropy` [step], `load` [step, expert], `together` [step, expert, other_expert]; for a looped model also `kept` [layer],
+    """`entropy` [step] (of a softmax router), `load` [step, expert], `together` [step, expert, other_expert]; for a looped model also `kept` [layer],
     `transitions` [layer, expert, later_expert] and `changed_tokens` [token_id].
 
     `tokens`: how many token ids `changed_tokens` lists, of those that occur `at_least` so often. Over every token but a document's first.
+
+    Raises:
+        InputError: a model without a router.
     """
-    plan, experts = model.plan, model.config.num_experts
-    k, steps, pairs = model.config.experts_per_token, plan.steps, plan.visit_pairs()
+    plan, experts, softmax, dense = model.plan, model.config.num_experts, True, {}
+    if isinstance(model, InstrumentedModel):
+        model.check_sites(["experts"])
+        dense, softmax = model.absent_steps().get("experts", {}), "softmax router" not in model.config.missing
+    steps = [step for step in plan.steps if step.index not in dense]
+    pairs = [pair for pair in plan.visit_pairs() if pair.later.index not in dense]
+    k, row = model.config.experts_per_token, {step.index: i for i, step in enumerate(steps)}
     entropy = np.zeros((sample.documents, len(steps)))
     load = np.zeros((sample.documents, len(steps), experts))
     together = np.zeros((1, len(steps), experts, experts))
@@ -34,18 +48,19 @@ def routing_dynamics(
     kept = np.zeros((sample.documents, len(pairs)))
     by_token = np.zeros((2, model.config.vocab_size))  # shared experts, occurrences
     jobs = len(sample.contexts.tokens)
-    for number, batch in enumerate(batches(sample, device=model.embed.W_E.device)):
+    for number, batch in enumerate(batches(sample, device=device_of(model))):
         with capture(model, ["router", "experts"]) as captured:
             model(batch.tokens, batch.segments, return_type="none")
         chosen = [captured.at("experts", s.index)[batch.row, batch.position] for s in steps]
         masks = [torch.zeros(len(c), experts, dtype=torch.float64).scatter_(1, c.cpu(), 1.0) for c in chosen]
         for i, step in enumerate(steps):
-            log_p = captured.at("router", step.index)[batch.row, batch.position].double().log_softmax(-1)
-            batch.add(-(log_p.exp() * log_p).sum(-1), entropy[:, i])
+            if softmax:
+                log_p = captured.at("router", step.index)[batch.row, batch.position].double().log_softmax(-1)
+                batch.add(-(log_p.exp() * log_p).sum(-1), entropy[:, i])
             batch.add(masks[i], load[:, i])
             together[0, i] += (masks[i].T @ masks[i]).numpy()
         for j, pair in enumerate(pairs):
-            first, second = masks[pair.earlier.index], masks[pair.later.index]
+            first, second = masks[row[pair.earlier.index]], masks[row[pair.later.index]]
             shared = (first * second).sum(1)
             batch.add(shared / k, kept[:, j])
             moved[0, j] += (first.T @ second).numpy()
@@ -88,6 +103,8 @@ def routing_dynamics(
             together,
         ),
     }
+    if not softmax:
+        del results["entropy"]
     if not pairs:
         return results
     layers = [pair.layer for pair in pairs]

@@ -13,10 +13,13 @@ from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import score
 
 if TYPE_CHECKING:
+    from visitlens.hooks.instrumented import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
-def skip_visit(model: LoopedMoE, sample: Sample, *, on_progress: Progress = silent) -> dict[str, StatArray]:
+def skip_visit(
+    model: LoopedMoE | InstrumentedModel, sample: Sample, *, on_progress: Progress = silent
+) -> dict[str, StatArray]:
     """`skip_visit` [step, slice] for one visit of one looped layer; `skip_block` [visit, slice] for the visit of all of them.
 
     Raises:

@@ -32,7 +32,7 @@ _EXPORTS = {
     "do": "visitlens.hooks.intervene",
     "experiment": "visitlens.probe.experiment",
     "intervene": "visitlens.hooks.intervene",
-    "load": "visitlens.probe.notebook",
+    "load": "visitlens.probe.loaded",
 }
 
 

@@ -52,7 +52,7 @@ def test_prompts_and_a_file(run: Run, tmp_path) -> None:
         (["patching", "--max-tokens", "300"], "--dyck"),
         (["readout", "--dyck", "-1"], "1 or more"),
         (["readout", "--text", "nowhere.txt"], "no such file"),
-        (["readout", "--model", "nowhere"], "no config.json"),
+        (["readout", "--model", "nowhere"], "no such checkpoint folder"),
         (["skip_visit", "--model", "assets/models/baseline", "--max-tokens", "300"], "unlooped"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.kernels.errors import InputError
-from visitlens.probe.ablation import Task, ablate_heads, nll, text_task, visit_choices
+from visitlens.probe.ablation import Task, ablate_heads, nll, text_task
 from visitlens.probe.ablation_run import ablate
 from visitlens.probe.head_ablation import holm
 
@@ -51,7 +51,9 @@ def by_group(values: np.ndarray, task: Task) -> np.ndarray:
 def test_zero_equals_one_forward_a_head(visits: int, tokens_at_once: int, make_model, task: Task) -> None:
     model = make_model(visits, dtype=torch.float64)
     found = ablate_heads(model, task, tokens_at_once=tokens_at_once)
-    assert found.visits == visit_choices(visits) and found.layers == ((0, 1, 2, 3) if visits == 1 else (1, 2))
+    assert found.visits == {1: ((1,),), 2: ((1,), (2,), (1, 2)), 3: ((1,), (2,), (3,), (1, 2, 3))}[
+        visits
+    ] and found.layers == ((0, 1, 2, 3) if visits == 1 else (1, 2))
     plain = one_forward(model, task, 0, 0, (), lambda *_: 0)
     np.testing.assert_allclose(found.intact, by_group(plain, task), rtol=1e-12)
     np.testing.assert_array_equal(found.count, np.bincount(task.group))

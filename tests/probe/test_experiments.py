@@ -169,7 +169,7 @@ def test_patching_refuses_what_it_cannot_do(chosen, said, looped, prompts, sampl
 def test_attribution_is_the_derivative_of_the_loss_in_a_units_strength(make_model, sample) -> None:
     """By head and expert, against central differences of the exact intervention."""
     model = make_model(2, dtype=torch.float64)
-    heads, experts = attribute(model, sample)
+    heads, experts = attribute(model, sample).values()
 
     def slope(site: str, step: Any, **unit: int) -> np.ndarray:
         up, down = (scale(site, 1 + e, layer=step.layer, visit=step.visit, **unit) for e in (1e-5, -1e-5))
@@ -203,10 +203,18 @@ def test_rank_correlation_by_hand() -> None:
     assert np.isnan(rank_correlation(np.ones(3), np.arange(3.0)))
 
 
-def test_no_gradient_at_expert_numbers_or_the_pattern(looped, text) -> None:
-    for site in ("experts", "P"):
-        with pytest.raises(InputError, match="no gradient"):
-            site_gradients(looped, *text, [site], lambda final: final.sum())
+def test_the_gradient_at_a_pattern_is_the_slope_and_at_expert_numbers_there_is_none(make_model, text) -> None:
+    model = make_model(2, dtype=torch.float64)
+    found = site_gradients(model, *text, ["P"], lambda logits: logits.square().sum())
+    value, gradient = (found_in["P", 1][0, 2] for found_in in (found.values, found.gradients))
+
+    def metric(change: float) -> float:
+        with torch.no_grad(), intervene(model, scale("P", 1 + change, layer=1, visit=1, head=2, token=range(32))):
+            return float(model(*text)[0].square().sum())
+
+    assert float((value * gradient).sum()) == pytest.approx((metric(1e-5) - metric(-1e-5)) / 2e-5, rel=1e-4)
+    with pytest.raises(InputError, match="no gradient"):
+        site_gradients(model, *text, ["experts"], lambda logits: logits.sum())
 
 
 def test_the_lenses_end_where_the_model_does(looped, sample, packed, text) -> None:

@@ -40,8 +40,14 @@ def test_load_takes_a_name_or_a_folder_and_no_recording(model: Model, looped_rec
     assert vl.load(PAIR["looped"]).config == model.config and vl.load("baseline").plan.looped_layers == ()
     with pytest.raises(InputError, match=r"visitlens\.open"):
         vl.load(looped_recording.recording.path)
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(
+        CheckpointError, match="nowhere: no such checkpoint folder; bundled models are smelt and baseline"
+    ):
         vl.load("nowhere")
+    again = vl.load(model.native, tokenizer=model.tokenizer)
+    assert again.native is model.native and torch.equal(again.run(TEXT).logits, model.run(TEXT).logits)
+    with pytest.raises(InputError, match="expected the model's tokenizer"):
+        vl.load(model.native)
 
 
 def test_a_run_is_the_models_own_forward(model: Model, run: Run) -> None:
@@ -94,7 +100,7 @@ def test_a_run_patches_another(model: Model, run: Run) -> None:
 def test_another_loop_count(model: Model, run: Run) -> None:
     once = model.with_loops(1, "kept")
     assert torch.equal(once.run(TEXT).logits, run.with_(vl.do.skip(layer=(2, 3, 4, 5), visit=2)).logits)
-    assert "1 visits" in repr(once) and torch.equal(model.with_loops(2).run(TEXT).logits, run.logits)
+    assert "1 visit," in repr(once) and torch.equal(model.with_loops(2).run(TEXT).logits, run.logits)
 
 
 def test_control_c_and_errors_leave_no_hook(model: Model, run: Run) -> None:

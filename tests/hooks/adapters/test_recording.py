@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import visitlens as vl
 from visitlens.hooks.adapters.adapted import AdaptedModel
@@ -29,49 +27,6 @@ REFUSED = {
     "deepseek_v3": {"router_entropy": "sigmoids"},
     "llama": {"expert_load": "dense"},
 }
-
-
-@pytest.fixture(scope="session")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 3 to 30 of 58 words."""
-    rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("text") / "words.jsonl"
-    documents = [" ".join(f"w{i}" for i in rng.integers(3, 61, rng.integers(3, 30))) for _ in range(10)]
-    path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
-    return path
-
-
-@pytest.fixture(scope="session")
-def save_tokenizer() -> Callable[[Path], None]:
-    def save(folder: Path) -> None:
-        vocabulary = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 61)}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer.save(str(folder / "tokenizer.json"))
-
-    return save
-
-
-@pytest.fixture(scope="session")
-def recorded(
-    make_hf: Callable[..., Any],
-    words: Path,
-    save_tokenizer: Callable[[Path], None],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], RecordedRun]:
-    """Factory: a family's tiny checkpoint, recorded at level `tokens` by `visitlens.record`; made once each."""
-    made: dict[str, RecordedRun] = {}
-
-    def build(family: str) -> RecordedRun:
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            make_hf(family).save_pretrained(folder / "model")
-            save_tokenizer(folder / "model")
-            options = {"context_length": 48, "attention": "torch"}
-            made[family] = vl.record(folder / "model", words, folder / f"{family}.vlens", level="tokens", **options)
-        return made[family]
-
-    return build
 
 
 def test_record_then_statistics_then_figures(

@@ -7,243 +7,27 @@ everything else is as small as it can be. A real checkpoint is checked when it i
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.hooks.adapters.remote_code.modeling_tiny_huginn import TinyHuginn
+from tests.hooks.adapters.remote_code.modeling_tiny_ouro import TinyOuro
+from tests.hooks.adapters.remote_code.tiny_moeut import TinyMoEUT
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.moeut import MoEUT
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.guards import check
+from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.inspection import describe
 
 TOKENS = torch.randint(3, 40, (2, 20), generator=torch.Generator().manual_seed(5))
 SEGMENTS = torch.tensor([[0] * 8 + [1] * 12, [2] * 8 + [3] * 9 + [-1] * 3])
-
-
-def rotate(x: Tensor) -> Tensor:
-    """Rotary embedding of [..., position, d]."""
-    half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]), 10_000.0 ** -(torch.arange(half) / half))
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
-
-
-# Huginn
-
-
-class HuginnAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.Wqkv, self.proj = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.Wqkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, dropout_p=0.0, is_causal=True)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class HuginnBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (nn.RMSNorm(16) for _ in range(4))
-        self.attn, self.mlp = HuginnAttention(), nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16))
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        x = self.norm_2(self.attn(self.norm_1(x)) + x)
-        return self.norm_4(self.mlp(self.norm_3(x)) + x)
-
-
-class TinyHuginn(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {
-            "n_embd": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "block_size": 64,
-            "mean_recurrence": 3,
-        }
-        self.config = SimpleNamespace(model_type="huginn_raven", padded_vocab_size=40, **sizes)
-        layers = {
-            name: nn.ModuleList(HuginnBlock() for _ in range(n)) for name, n in (("prelude", 1), ("core_block", 2))
-        }
-        layers |= {"coda": nn.ModuleList([HuginnBlock()])}
-        rest = {"wte": nn.Embedding(40, 16), "adapter": nn.Linear(32, 16), "ln_f": nn.RMSNorm(16)}
-        self.transformer, self.lm_head = nn.ModuleDict({**layers, **rest}), nn.Linear(16, 40, bias=False)
-
-    def initialize_state(self, like: Tensor) -> Tensor:
-        return nn.init.trunc_normal_(torch.randn_like(like), std=0.2, a=-0.6, b=0.6)
-
-    def forward(
-        self, input_ids: Tensor, num_steps: int = 9, input_states: Tensor | None = None, use_cache: bool = False
-    ) -> Any:
-        t: Any = self.transformer
-        embedded = t.wte(input_ids)
-        for block in t.prelude:
-            embedded = block(embedded, 0)
-        x = self.initialize_state(embedded) if input_states is None else input_states.clone()
-        for step in range(num_steps):
-            x = t.adapter(torch.cat([x, embedded], dim=-1))
-            for block in t.core_block:
-                x = block(x, step)
-        x = t.ln_f(x)
-        for block in t.coda:
-            x = block(x, -1)
-        return SimpleNamespace(logits=self.lm_head(t.ln_f(x)))
-
-
-# Ouro
-
-
-def eager_attention_forward(*_: Any, **__: Any) -> Any:
-    raise AssertionError("the test runs through SDPA")
-
-
-class OuroAttention(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config, self.num_key_value_groups, self.is_causal = config, 2, True
-        self.q_proj, self.k_proj = nn.Linear(16, 16, bias=False), nn.Linear(16, 8, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(16, 8, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        q, k, v = (
-            proj(hidden_states).unflatten(-1, (-1, 4)).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        y, _ = attention(self, rotate(q), rotate(k), v, None, dropout=0.0, scaling=0.5, sliding_window=None)
-        return self.o_proj(y.flatten(2)), None
-
-
-class OuroLayer(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.self_attn = OuroAttention(config)
-        self.mlp = nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16))
-        self.input_layernorm, self.input_layernorm_2 = nn.RMSNorm(16), nn.RMSNorm(16)
-        self.post_attention_layernorm, self.post_attention_layernorm_2 = nn.RMSNorm(16), nn.RMSNorm(16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        x = hidden_states
-        x = x + self.input_layernorm_2(self.self_attn(hidden_states=self.input_layernorm(x))[0])
-        return x + self.post_attention_layernorm_2(self.mlp(self.post_attention_layernorm(x)))
-
-
-class OuroBody(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(40, 16)
-        self.layers = nn.ModuleList(OuroLayer(config) for _ in range(2))
-        self.norm, self.early_exit_gate, self.total_ut_steps = nn.RMSNorm(16), nn.Linear(16, 1), 4
-
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        for _ in range(self.total_ut_steps):
-            for layer in self.layers:
-                x = layer(x)
-            x = self.norm(x)
-        return x
-
-
-class TinyOuro(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
-        ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-        self.config = SimpleNamespace(
-            model_type="ouro",
-            num_hidden_layers=2,
-            max_position_embeddings=64,
-            _attn_implementation="sdpa",
-            **sizes,
-            **ids,
-        )
-        self.model, self.lm_head = OuroBody(self.config), nn.Linear(16, 40)
-
-    @property
-    def base_model(self) -> nn.Module:
-        return self.model
-
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> Any:
-        return SimpleNamespace(logits=self.lm_head(self.model(input_ids)))
-
-
-# MoEUT
-
-
-class MoEUTAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_heads, self.projection_size = 2, 4
-        self.q, self.k = nn.Linear(16, 8, bias=False), nn.Linear(16, 8, bias=False)
-        self.v, self.o = nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False)
-
-    def forward(self, q_src: Tensor, k_src: Tensor, v_src: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-        scale = self.projection_size**-0.25
-        q, k, v = (
-            proj(x).unflatten(-1, (2, 4)).transpose(1, 2)
-            for proj, x in ((self.q, q_src * scale), (self.k, k_src * scale), (self.v, v_src))
-        )
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, ~mask, scale=1.0)
-        return self.o(y.transpose(1, 2).flatten(2)), None
-
-
-class SigmaMoE(nn.Module):
-    """The router is a bare Parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_experts, self.n_heads = 6, 2
-        self.keys, self.values = nn.Parameter(torch.randn(6, 16, 8) / 4), nn.Parameter(torch.randn(6, 8, 16) / 4)
-        self.expert_sel = nn.Parameter(torch.randn(6, 16))
-
-    def forward(self, x: Tensor, sel_input: Tensor) -> Tensor:
-        sel = F.linear(sel_input, self.expert_sel, None).sigmoid()
-        gates, experts = sel.topk(self.n_heads, dim=-1, sorted=False)
-        hidden = torch.einsum("btd,btkdf->btkf", x, self.keys[experts]).relu()
-        return torch.einsum("btkf,btkfd,btk->btd", hidden, self.values[experts], gates)
-
-
-class MoEUTLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.ffn, self.ln1, self.ln2 = MoEUTAttention(), SigmaMoE(), nn.LayerNorm(16), nn.LayerNorm(16)
-
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, None]:
-        normed = self.ln1(x)
-        x = x + self.attention(normed, normed, x, mask)[0]
-        return x + self.ffn(x, self.ln2(x)), None
-
-
-class MoEUTGroup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.n_repeats = nn.ModuleList(MoEUTLayer() for _ in range(2)), 3
-
-
-class TinyMoEUT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer, self.embedding = MoEUTGroup(), nn.Embedding(40, 16)
-        self.out_norm, self.lm_head = nn.LayerNorm(16), nn.Linear(16, 40)
-
-    def forward(self, x: Tensor) -> Any:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        x = self.embedding(x)
-        for _ in range(self.transformer.n_repeats):
-            for layer in self.transformer.layers:
-                x, _ = layer(x, mask)
-        return SimpleNamespace(outputs=self.lm_head(self.out_norm(x)))
 
 
 def seeded(build: Callable[[], nn.Module]) -> Any:
@@ -305,6 +89,53 @@ def test_every_site_comes_by_visit_packed_as_alone(name: str) -> None:
             )
     visits = [packed.get("Q", model.plan.looped_layers[0], v) for v in (1, 2)]
     assert not torch.equal(*visits)
+
+
+@each
+def test_interventions_reach_every_site(name: str) -> None:
+    model, real = MODELS[name][0](), SEGMENTS >= 0
+    sites = [site for site in SITES if site not in model.config.missing]
+    with capture(model, sites) as clean:
+        plain = model(TOKENS, SEGMENTS)
+    with intervene(model, *((replace(site, clean), take(site, visit=1)) for site in sites)):
+        assert torch.equal(model(TOKENS, SEGMENTS)[real], plain[real])  # type: ignore[index]  # tensors
+    layer = model.plan.looped_layers[0]
+    for site in set(sites) - {"experts", "P"}:
+        with intervene(model, take(site, layer=layer, visit=2)), capture(model, [site]) as seen:
+            logits = model(TOKENS, SEGMENTS)
+        assert torch.equal(seen.get(site, layer, 2)[real], seen.get(site, layer, 1)[real]), site
+        assert not torch.equal(logits[real], plain[real]), site  # type: ignore[index]  # tensors
+    with intervene(model, skip(layer=layer, visit=2)), capture(model, ["resid", "resid_out"]) as seen:
+        model(TOKENS, SEGMENTS)
+    assert torch.equal(seen.get("resid", layer, 2)[real], seen.get("resid_out", layer, 2)[real])
+
+
+def test_loop_counts_of_models_that_read_theirs_when_they_run() -> None:
+    for raw, family in ((TinyHuginn, None), (TinyOuro, None), (TinyMoEUT, MoEUT(context_length=64))):
+        model = adapt(seeded(raw), family)
+        before, plain = model.plan.visits[model.plan.looped_layers[0]], model(TOKENS)
+        assert torch.equal(with_loop_count(model, before)(TOKENS), plain)
+        two = with_loop_count(model, 2)
+        assert {two.plan.visits[layer] for layer in model.plan.looped_layers} == {2}
+        with capture(two, ["resid"]):
+            assert not torch.equal(two(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
+        assert torch.equal(model(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
+
+
+def test_moeuts_gates_follow_the_choice() -> None:
+    model = MODELS["moeut"][0]()
+    with capture(model, ["router", "experts", "gates"]) as clean:
+        model(TOKENS)
+    change = replace("experts", clean.get("experts", 1, 2).flip(0), layer=1, visit=2)
+    with (
+        intervene(model, change, scale("gates", 0.5, layer=1, visit=2, expert=3)),
+        capture(model, ["experts", "gates"]) as seen,
+    ):
+        model(TOKENS)
+    chosen = clean.get("experts", 1, 2).flip(0)
+    gates = clean.get("router", 1, 2).sigmoid().gather(-1, chosen)
+    assert torch.equal(seen.get("experts", 1, 2), chosen)
+    torch.testing.assert_close(seen.get("gates", 1, 2), torch.where(chosen == 3, gates / 2, gates))
 
 
 def test_huginns_initial_state_is_its_seeds_and_its_steps_are_the_callers() -> None:

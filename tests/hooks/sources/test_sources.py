@@ -74,7 +74,7 @@ def test_a_bridge_has_the_steps_and_the_values_of_the_adapter(hrm: nn.Module, vi
     own = adapt(hrm)
     assert steps_of(visits) == steps_of(own)
     sites = [site for site in SITES if site not in visits.config.missing]
-    assert {"resid", "X", "Q", "K", "V", "P", "attn_write", "moe_in", "moe_write"} == set(sites)
+    assert {"resid", "X", "Q", "K", "V", "P", "O", "attn_write", "moe_in", "moe_write", "resid_out"} == set(sites)
     with vl.capture(visits, sites) as through_bridge:
         logits = visits(TOKENS, SEGMENTS)
     with vl.capture(own, sites) as direct:
@@ -97,6 +97,25 @@ def test_clean_to_clean_patching_changes_nothing_at_any_visit(visits: Any, bridg
     clean, last = bridge.run_with_cache(TOKENS)
     own = bridge.run_with_hooks(TOKENS, fwd_hooks=[("L_blocks.0.hook_in", lambda v, hook: last["L_blocks.0.hook_in"])])
     assert float((own - clean).detach().abs().max()) > 1e-2
+
+
+def test_interventions_through_a_bridge_are_those_through_the_adapter(hrm: nn.Module, visits: Any) -> None:
+    own = adapt(hrm)
+    sites = [site for site in SITES if site not in visits.config.missing]
+    plain = visits(TOKENS, SEGMENTS)
+    with vl.capture(visits, sites) as clean:
+        visits(TOKENS, SEGMENTS)
+    with vl.intervene(visits, *(vl.do.replace(site, clean) for site in sites)):
+        assert torch.equal(visits(TOKENS, SEGMENTS).nan_to_num(), plain.nan_to_num())
+    for change in (
+        vl.do.take("K", layer=0, visit=3),
+        vl.do.zero("P", head=1, token=[3, 12]),
+        vl.do.skip(layer=1, visit=2),
+    ):
+        with vl.intervene(visits, change), vl.intervene(own, change):
+            logits, expected = visits(TOKENS, SEGMENTS), own(TOKENS, SEGMENTS)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3, equal_nan=True)
+        assert not torch.allclose(logits.nan_to_num(), plain.nan_to_num(), atol=1e-3)
 
 
 def test_the_residual_is_its_writes(visits: Any) -> None:
@@ -178,7 +197,8 @@ def test_nnsight_gives_the_same_events(hrm: nn.Module) -> None:
     nnsight = pytest.importorskip("nnsight")
     source, own = vl.from_nnsight(nnsight.NNsight(hrm)), adapt(hrm)
     sites = [site for site in SITES if site not in source.config.missing]
-    assert set(sites) == {"resid", "X", "attn_write", "moe_in", "moe_write"} and steps_of(source) == steps_of(own)
+    assert set(sites) == {"resid", "X", "O", "attn_write", "moe_in", "moe_write", "resid_out"}
+    assert steps_of(source) == steps_of(own)
     with vl.capture(source, sites) as through, vl.capture(own, sites) as direct:
         logits = source(TOKENS, SEGMENTS)
         expected = own(TOKENS, SEGMENTS)

@@ -1,0 +1,62 @@
+"""Models by name: what a name or path means is settled before torch is imported. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from visitlens.kernels.errors import CheckpointError, InputError
+from visitlens.probe.bundled import PAIR
+
+if TYPE_CHECKING:
+    from visitlens.probe.notebook import Model
+
+BUNDLED = {"smelt": PAIR["looped"], "baseline": PAIR["baseline"]}
+_HUB_NAME_PARTS = 2
+
+
+def checkpoint(source: str | Path) -> Path:
+    """The folder of a bundled name or a path; a hub name (owner/name), fetched later, as it is.
+
+    Raises:
+        CheckpointError: neither, with the names that there are.
+        InputError: a recording; those are opened with `visitlens.open`.
+    """
+    folder = Path(BUNDLED.get(str(source), source))
+    if (folder / "manifest.json").is_file():
+        raise InputError(f"{folder} is a recording: open it with visitlens.open(...)")
+    if not folder.is_dir() and (len(folder.parts) != _HUB_NAME_PARTS or folder.is_absolute() or folder.exists()):
+        raise CheckpointError(
+            f"{source}: no such checkpoint folder; bundled models are {' and '.join(BUNDLED)}, a hub name is owner/name"
+        )
+    return folder
+
+
+def load(
+    source: Any = "smelt",
+    dtype: str = "float32",
+    device: str = "cpu",
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Model:
+    """A model to probe: a checkpoint folder (native or of transformers), a hub name, or `smelt` or `baseline`, the two
+    that ship with visitlens; or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
+
+    `options` are those of `visitlens.load_model`, for example `steps=8` or `trust_remote_code=True`.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a damaged one.
+        InputError: a recording; those are opened with `visitlens.open`. A model without its tokenizer, or of no known family.
+    """
+    if not isinstance(source, (str, Path)):
+        from visitlens.probe.notebook import model_of
+
+        return model_of(source, tokenizer, **options)
+    folder = checkpoint(source)
+    from visitlens.hooks.loading import load_model, resolve
+    from visitlens.hooks.models.checkpoint import load_tokenizer
+    from visitlens.probe.notebook import Model
+
+    model = load_model(folder, dtype, device, **options)
+    return Model(model, tokenizer or load_tokenizer(resolve(folder)), folder.name)
