@@ -8,7 +8,6 @@ cache, "cold" meaning a recording that this process hasn't opened yet. Targets s
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import statistics
@@ -17,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +27,10 @@ import typer
 from visitlens.hooks import schema
 from visitlens.hooks.gate import open_gated, passed
 from visitlens.hooks.recording import Recording
-from visitlens.hooks.shards import commit
+from visitlens.hooks.shards import committing
 
 STEPS, TOKENS, HEADS, HEAD_DIM = 12, 4096, 8, 64
+MATRIX = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
 PAINT = "import sys, time, json\nt = time.perf_counter(); c = time.process_time()\nimport visitlens\n"
 PAINT += "run = visitlens.open(sys.argv[1]); run.expert_overlap(); run.sink_mass().interval()\n"
 PAINT += "assert 'torch' not in sys.modules\nprint(json.dumps([time.perf_counter() - t, time.process_time() - c]))"
@@ -58,12 +59,18 @@ def _vectors(folder: Path, rounds: int) -> dict[str, object]:
     shard, raw = folder / "w00-000000.h5", folder / "raw"
     plain: list[float] = []
     ours: list[float] = []
-    alone: list[float] = []
+    stall: list[float] = []
+    cpu: list[float] = []
+    products = 1 + round(
+        2 * _seconds(lambda: _commit(shard, values), time.perf_counter) / _seconds(_product, time.perf_counter)
+    )
     for _ in range(rounds):
         plain.append(_seconds(lambda: _write_raw(raw, values), time.perf_counter))
-        ours.append(_seconds(lambda: commit(shard, _build(values)), time.perf_counter))
-        data = _build(values)
-        alone.append(_seconds(lambda data=data: commit(shard, data), time.perf_counter))
+        before = time.process_time()
+        ours.append(_seconds(lambda: _commit(shard, values), time.perf_counter))
+        cpu.append(time.process_time() - before)
+        forward = _seconds(lambda: _run(products), time.perf_counter)
+        stall.append(max(_seconds(lambda: _behind(shard, values, products), time.perf_counter) - forward, 1e-4))
     reads: dict[str, list[float]] = {"raw": [], "verified": [], "hdf5": []}
     for _ in range(rounds):
         reads["raw"].append(_seconds(lambda: raw.read_bytes(), time.process_time))
@@ -77,7 +84,8 @@ def _vectors(folder: Path, rounds: int) -> dict[str, object]:
         "shard_bytes": shard.stat().st_size,
         "chunks": chunks,
         "commit_to_raw_write_and_fsync (>= 0.20)": _ratio(plain, ours),
-        "of_that_without_building_the_hdf5": _ratio(plain, alone),
+        "commit_cpu_ms": round(1e3 * statistics.median(cpu), 1),
+        "in_a_thread_behind_a_forward, what the run waits (>= 0.35)": _ratio(plain, stall),
         "verified_read_to_raw_read (>= 0.5)": _ratio(reads["raw"], reads["verified"]),
         "verified_read_to_hdf5_read": _ratio(reads["hdf5"], reads["verified"]),
         "gate_ms (<= 50)": round(1e3 * statistics.median(gates), 1),
@@ -106,18 +114,33 @@ def _real(path: Path, rounds: int) -> dict[str, object]:
     }
 
 
-def _build(values: np.ndarray) -> memoryview:
-    """As the recorder does: in memory, with a header."""
-    buffer = io.BytesIO()
+def _commit(path: Path, values: np.ndarray) -> None:
+    """As the recorder does, with a header."""
     config = {"model": {}, "data_sha256": "", "dtype": "bfloat16", "measures": []}
     config |= {"options": {"groups": 1, "level": "activations", "sites": ["Q"]}}
     run = {"run_uuid": "0", "config_sha256": "0", "config": config, "layers": list(range(STEPS))}
     run |= {"tokens": TOKENS, "documents": 1, "provenance": {}}
     numbers = dict.fromkeys(schema.SHARD_NUMBERS, 0) | {"token_count": TOKENS, "context_count": 4, "complete": 1}
-    with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+    with committing(path, values.nbytes) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
         file.create_dataset("vec/q", data=values, chunks=(1, 256, HEADS, HEAD_DIM), **schema.VECTOR_FILTERS)
         schema.write_header(file, run, numbers)
-    return buffer.getbuffer()
+
+
+def _behind(path: Path, values: np.ndarray, products: int) -> None:
+    """A commit by the recorder's thread while this one has twice as much of its own to do, as a forward has."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(_commit, path, values)
+        _run(products)
+        pending.result()
+
+
+def _run(products: int) -> None:
+    for _ in range(products):
+        _product()
+
+
+def _product() -> np.ndarray:
+    return MATRIX @ MATRIX
 
 
 def _write_raw(path: Path, values: np.ndarray) -> None:

@@ -67,10 +67,22 @@ def read_shard(path: Path, *, trusted: bool = False) -> Shard:
     return Shard({"name": path.name, "bytes": size, "sha256": digest, **numbers}, run, totals, documents)
 
 
+def check_hashes(path: Path, shards: Iterable[Mapping[str, Any]]) -> None:
+    """Raises RecordingError where a shard's bytes aren't those of its manifest entry."""
+    for shard in shards:
+        with held(path / schema.SHARDS / shard["name"]) as descriptor, open(descriptor, "rb", closefd=False) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                raise RecordingError(f"{shard['name']} has another hash than its manifest says: damaged")
+
+
 def all_documents(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     """Hashes of the documents in any part, each once and rising; None where one part's aren't known."""
-    known = list(parts)
-    return None if any(part is None for part in known) else np.unique(np.concatenate([*known, np.empty(0, np.uint64)]))
+    known = [np.empty(0, np.uint64)]
+    for part in parts:
+        if part is None:
+            return None
+        known.append(part)
+    return np.unique(np.concatenate(known))
 
 
 class Ledger:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import io
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from visitlens.hooks import schema
+from visitlens.hooks.ledger import check_hashes
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
 from visitlens.hooks.untrusted import held
@@ -96,10 +96,7 @@ def unpack(file: Path, out: Path) -> Path:
         recording = Recording(partial)
         _ = recording.totals
         recording.each_shard(lambda gated, shard: None)
-        for shard in recording.shards:
-            with (partial / schema.SHARDS / shard["name"]).open("rb") as written:
-                if hashlib.file_digest(written, "sha256").hexdigest() != shard["sha256"]:
-                    raise RecordingError(f"{file}: {shard['name']} has another hash than its manifest says: damaged")
+        check_hashes(partial, recording.shards)
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:

@@ -27,6 +27,7 @@ from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.object_store import ObjectStore, RemoteLedger
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import check_room, committing, sole_writer, wait_for_workers
@@ -108,8 +109,10 @@ def record(
     provenance: Mapping[str, Any],
     attention_implementation: str = "auto",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    url: str | None = None,
 ) -> None:
     """Records every context; an unfinished recording of the same run at `path` is continued, a finished one left alone.
+    With a URL the recording is there, in an object store, and `path` is a scratch folder.
 
     Ctrl-C commits what is complete and raises KeyboardInterrupt.
 
@@ -119,8 +122,8 @@ def record(
     """
     run = describe_run(model, contexts, statistics, options, provenance)
     per_token = bytes_per_token(model, statistics, options)
-    writer = ShardWriter(model, contexts, path, statistics, options, attention_implementation)
-    with open_ledger(path, run, contexts, options.batch, per_token) as ledger:
+    writer = ShardWriter(model, contexts, path, statistics, options, attention_implementation, url)
+    with open_ledger(path, run, contexts, options.batch, per_token, url) as ledger:
         total = contexts.num_tokens
         done = ledger.tokens
         if done == total:
@@ -179,7 +182,7 @@ def _report(on_progress: Callable[[int, int], None], before: int, total: int, to
 
 @contextmanager
 def open_ledger(
-    path: Path, run: Mapping[str, Any], contexts: PackedTokens, batch: int, per_token: int
+    path: Path, run: Mapping[str, Any], contexts: PackedTokens, batch: int, per_token: int, url: str | None = None
 ) -> Iterator[Ledger]:
     """The recording's state, under its writer's lock, once there is room for what is left.
 
@@ -187,7 +190,16 @@ def open_ledger(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
-    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch, contexts)
+    state = (path, run, (contexts.segments >= 0).sum(1), batch, contexts)
+    if url is not None:
+        store = ObjectStore(url)
+        with sole_writer(path), store.lease() as check_lease:
+            remote = RemoteLedger(store, check_lease, *state)
+            remote.refuse_foreign()
+            remote.resume()
+            yield remote
+        return
+    ledger = Ledger(*state)
     ledger.refuse_foreign()
     with sole_writer(path):
         wait_for_workers(path)
@@ -277,6 +289,7 @@ class ShardWriter:
         statistics: TokenStatistics,
         options: RecordingOptions,
         attention_implementation: str = "auto",
+        url: str | None = None,
     ) -> None:
         if options.level == "maps" and contexts.generated is not None:
             raise InputError("attention maps aren't kept of generated texts; record the finished texts at level 'maps'")
@@ -292,7 +305,7 @@ class ShardWriter:
                 )
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
-        self.dtype = dtype_of(model)
+        self.dtype, self.store = dtype_of(model), None if url is None else ObjectStore(url)
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
@@ -410,7 +423,13 @@ class ShardWriter:
             schema.write_documents(file, documents)
             schema.write_header(file, run, {**numbers, "complete": 1})
         entry = {"name": task.name, "bytes": aside.size, "sha256": aside.sha256, **numbers}
-        return Shard(entry, dict(run), totals, documents)
+        shard_ = Shard(entry, dict(run), totals, documents)
+        if self.store is None:
+            return shard_
+        try:
+            return self.store.put_shard(path, shard_)
+        finally:
+            path.unlink()
 
 
 @contextmanager

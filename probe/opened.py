@@ -373,7 +373,7 @@ class RecordedRun:
         )
         state = "complete" if r.complete else f"{r.tokens / r.run['tokens']:.0%} recorded"
         phase = f" ({self._phase} alone)" if self._phase else ""
-        return f"RecordedRun({self.name}{phase}: {len(self.plan.visits)} layers, {loop}, {self.tokens:,} tokens of {r.documents} documents, level {r.level}, {state})"
+        return f"RecordedRun({self.name}{phase}: {len(self.plan.visits)} layers, {loop}, {self.tokens:,} tokens of {r.documents} document{'s' * (r.documents != 1)}, level {r.level}, {state})"
 
 
 def step_label(step: Step) -> str:

@@ -45,7 +45,7 @@ def pair(a: RecordedRun, b: RecordedRun) -> Pairing:
             places, count = (hashes % np.uint64(most)).astype(np.int64) if each_its_own else np.arange(run.groups), most
         lined_up.append(_regrouped(run, places, count))
     words = f"paired where the documents are the same: {shared:,} of {len(ours):,} and {len(theirs):,}"
-    return Pairing(*lined_up, True, words)
+    return Pairing(lined_up[0], lined_up[1], True, words)
 
 
 def _regrouped(run: RecordedRun, places: np.ndarray, groups: int) -> RecordedRun:

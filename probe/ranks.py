@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from visitlens.hooks.loading import model_type, resolve
 from visitlens.hooks.models.checkpoint import load_model
@@ -43,10 +45,10 @@ def ranks(request: RunRequest) -> Iterator[RunRequest | None]:
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-    store, rank, _ = next(distributed.rendezvous("env://", timeout=_PATIENCE))
+    store, rank, _ = next(rendezvous("env://", timeout=_PATIENCE))
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
-        mesh = distributed.init_device_mesh(device.split(":")[0], (world,))
+        mesh = init_device_mesh(device.split(":")[0], (world,))
         request = replace(request, device=device, mesh=mesh, threads=request.threads or 1)
         if rank == 0:
             with _said_by_others(store):
@@ -61,6 +63,8 @@ def ranks(request: RunRequest) -> Iterator[RunRequest | None]:
 def _check(request: RunRequest) -> None:
     if request.workers > 1 or request.engine != "process":
         raise InputError("torchrun spreads one model over its processes: leave out --workers and --engine")
+    if request.generate:
+        raise InputError("torchrun records text that is there: --generate runs in one process")
     if model_type(resolve(request.checkpoint)) is not None:
         raise InputError(f"{request.checkpoint}: torchrun spreads the native model's experts, no model of transformers")
 

@@ -2,7 +2,8 @@
 
 The driver keeps the books as for processes on one machine: it alone writes summary and manifest. Ray retries a task whose
 node or process is lost; a shard's name is fixed by its task, and its rename is atomic, so an attempt that was thought dead
-and isn't writes the same shard again and nothing twice. The folder must be shared (NFS, Lustre, a mounted bucket).
+and isn't writes the same shard again and nothing twice. The folder must be shared (NFS, Lustre, a mounted bucket), or the
+recording be in an object store.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.recorder import ShardWriter, interrupt_between_contexts, open_ledger, tokens_per_shard
+from visitlens.hooks.schema import SHARDS
 from visitlens.kernels.errors import RecordingError, UnavailableError, VisitlensError
 
 if TYPE_CHECKING:
@@ -46,9 +50,8 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
     try:
         gpus = 1 if request.device.startswith("cuda") else 0
         remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=MAX_RETRIES)(write_shard)
-        with open_ledger(
-            request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token
-        ) as ledger:
+        state = (request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token, request.url)
+        with open_ledger(*state) as ledger:
             tasks = ledger.tasks(tokens_per_shard(request.options, per_token), request.workers)
             shared = ray.put((request, prepared.contexts, ledger.run))
             running: list[Any] = []
@@ -80,8 +83,8 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
             ray.shutdown()
 
 
-_writers: dict[str, ShardWriter] = {}
-"""Of this worker process, by run: the model stays loaded from shard to shard."""
+_writers: dict[str, tuple[ShardWriter, TemporaryDirectory[str] | None]] = {}
+"""Of this worker process, by run: the model stays loaded from shard to shard, and its scratch folder with it."""
 
 
 def write_shard(shared: tuple[RunRequest, PackedTokens, dict[str, Any]], task: ShardTask) -> Shard:
@@ -91,5 +94,9 @@ def write_shard(shared: tuple[RunRequest, PackedTokens, dict[str, Any]], task: S
     request, contexts, run = shared
     if run["run_uuid"] not in _writers:
         _writers.clear()
-        _writers[run["run_uuid"]] = PreparedRun(request, contexts).shard_writer()
-    return _writers[run["run_uuid"]].write(task, run)
+        scratch = TemporaryDirectory(prefix="visitlens-") if request.url is not None else None
+        if scratch is not None:
+            request = replace(request, out=Path(scratch.name))
+            (request.out / SHARDS).mkdir()
+        _writers[run["run_uuid"]] = PreparedRun(request, contexts).shard_writer(), scratch
+    return _writers[run["run_uuid"]][0].write(task, run)

@@ -27,6 +27,7 @@ from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
@@ -71,6 +72,8 @@ class RunRequest:
     engine: str = "process"
     ray_address: str | None = None
     synthetic: str = ""
+    url: str | None = None
+    """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
     generate: int = 0
     checks: bool = True
     mesh: DeviceMesh | None = None
@@ -196,6 +199,7 @@ class PreparedRun:
                     provenance=self.provenance,
                     attention_implementation=request.attention,
                     on_progress=on_progress,
+                    url=request.url,
                 )
         return request.out
 
@@ -209,7 +213,7 @@ class PreparedRun:
         """What computes and commits shards in this process."""
         request = self.request
         return recorder.ShardWriter(
-            self.model, self.contexts, request.out, self.statistics, request.options, request.attention
+            self.model, self.contexts, request.out, self.statistics, request.options, request.attention, request.url
         )
 
 
@@ -229,6 +233,10 @@ def record(
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
     """
+    if is_url(out):
+        raise InputError(
+            f"{out}: expected a folder; `visitlens record` writes into object stores, `visitlens pull` reads"
+        )
     options = RecordingOptions(level=level, sites=tuple(sites))
     request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
     return open_recording(PreparedRun(request).record())

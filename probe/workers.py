@@ -39,7 +39,8 @@ def record_with_workers(prepared: PreparedRun, on_progress: Callable[[int, int],
         RecordingError, StorageError: as `recorder.record`; a worker's own error; a task whose workers died three times.
     """
     request, per_token = prepared.request, prepared.bytes_per_token
-    with open_ledger(request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token) as ledger:
+    state = (request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token, request.url)
+    with open_ledger(*state) as ledger:
         tasks = list(ledger.tasks(tokens_per_shard(request.options, per_token), request.workers))
         crew = _Crew(prepared, ledger, tasks, on_progress)
         try:
@@ -151,7 +152,9 @@ class _Crew:
             path = self.ledger.path / SHARDS / task.name
             for partial in path.parent.glob(f"{path.name}.*.tmp"):
                 partial.unlink()
-            if path.is_file():
+            if self.prepared.request.url is not None:
+                path.unlink(missing_ok=True)  # if it was put into the store, the next attempt finds it there
+            elif path.is_file():
                 self.ledger.take(read_shard(path, trusted=True))
                 self.ledger.commit()
                 self._report()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,7 +31,9 @@ class Engine(StrEnum):
 def record(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="The recording: a folder, or s3://... . An unfinished one is continued.")
+    ],
     level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
     sites: Annotated[str, typer.Option(help="For level activations: comma-separated, e.g. Q,K,attn_write.")] = "",
     token_range: Annotated[str, typer.Option(help="For level activations: START:STOP, in tokens.")] = "",
@@ -61,6 +65,7 @@ def record(
     A native model that is too large for one device: `torchrun --nproc-per-node N -m visitlens record ... --device cuda`.
     """
     with loading("torch"):
+        from visitlens.hooks.object_store import is_url
         from visitlens.hooks.recorder import RecordingOptions
         from visitlens.probe.ranks import ranks
         from visitlens.probe.run import RunRequest
@@ -76,7 +81,7 @@ def record(
     request = RunRequest(
         checkpoint=checkpoint,
         text=text,
-        out=out,
+        out=Path(out),
         options=options,
         dtype=dtype,
         device=device,
@@ -91,9 +96,9 @@ def record(
         checks=checks,
         model_options=model_options(steps, trust_remote_code),
     )
-    with ranks(request) as request:
+    with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:
         if request is not None:  # else another rank has done the work
-            _record(request)
+            _record(replace(request, out=Path(scratch), url=out) if is_url(out) else request)
 
 
 def _record(request: RunRequest) -> None:
@@ -105,11 +110,12 @@ def _record(request: RunRequest) -> None:
         if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
     size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
+    place = request.url or request.out
     documents = counted(len(run.contexts.document_hash), "document")
-    console.print(f"{counted(run.contexts.num_tokens, 'token')}, {documents}; writes {size} to {request.out}")
+    console.print(f"{counted(run.contexts.num_tokens, 'token')}, {documents}; writes {size} to {place}")
     with progress_once_begun("recording") as show:
         run.record(show)
-    typer.echo(request.out)
+    typer.echo(place)
 
 
 def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -46,7 +48,8 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
-        self.run_experts = grouped_experts  # `expert_parallel` puts its own in its place
+        # `expert_parallel` puts its own in its place.
+        self.run_experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = grouped_experts
 
     def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, routed: RoutedSteps | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
