@@ -90,13 +90,15 @@ def run(
     device: Annotated[
         str, typer.Option(help="cpu or cuda; with torchrun each process takes a device of its own.")
     ] = "cpu",
+    sharded: Annotated[
+        bool, typer.Option(help="With torchrun: divide weights and optimiser over the processes (FSDP2).")
+    ] = False,
     checkpoint_updates: Annotated[int, typer.Option(help="Updates between checkpoints.")] = 100,
+    dyck_prompts: Annotated[int, typer.Option(help="Dyck prompts per number of shots in the evaluation.")] = 200,
     max_epochs: Annotated[float, typer.Option(help="How often the text may be read.")] = 4.0,
     seed: Seed = 0,
 ) -> None:
     """Train one configuration; with `torchrun --nproc-per-node N -m visitlens ladder run` in N processes."""
-    from dataclasses import replace
-
     with loading("torch"):
         from visitlens.probe.ladder.grid_training import adapted
         from visitlens.probe.ladder.processes import processes
@@ -118,7 +120,8 @@ def run(
                 prepared,
                 out,
                 device=own_device,
-                cadence=replace(Cadence(), checkpoint_updates=checkpoint_updates),
+                sharded=sharded,
+                cadence=Cadence(checkpoint_updates=checkpoint_updates, dyck_prompts=dyck_prompts),
                 max_epochs=max_epochs,
                 on_progress=lambda done, total, loss: show(out.name, done, total, loss),
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.kernels.errors import CheckpointError, InputError
@@ -68,9 +70,16 @@ def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") 
 
 def save_model(model: LoopedMoE, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes `config.json` and `model.safetensors`."""
+    save_weights(model.config, {name: p.detach() for name, p in model.named_parameters()}, folder, dtype)
+
+
+def save_weights(
+    config: LoopedMoEConfig, weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """`save_model` of the parameters by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model.config.to_dict(), indent=2) + "\n", encoding="utf-8")
-    tensors = {name: p.detach().to(dtype).contiguous() for name, p in model.named_parameters()}
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    tensors = {name: p.to(dtype).contiguous() for name, p in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

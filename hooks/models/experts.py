@@ -22,6 +22,16 @@ class ExpertHooks(nn.Module):
         self.hook_result = HookPoint()  # each chosen expert's output before its gate; computed if someone looks
 
 
+class RoutedSteps:
+    """Router logits [token, expert] and experts [token, k] of each step of a forward, for the auxiliary losses.
+
+    Not a plain list: FSDP2 hands modules copies of the lists among their arguments.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+
 class MixtureOfExperts(nn.Module):
     """Router and experts of one physical layer."""
 
@@ -37,7 +47,7 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
 
-    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, aux: list[tuple[Tensor, Tensor]] | None) -> Tensor:
+    def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, routed: RoutedSteps | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
             return hook(value.unflatten(0, (contexts, -1))).flatten(0, 1)
 
@@ -46,8 +56,8 @@ class MixtureOfExperts(nn.Module):
         experts = batched(hooks.hook_expert_indices, probabilities.topk(self.k, dim=-1).indices)
         gates = probabilities.gather(1, experts)
         gates = batched(hooks.hook_expert_weights, (gates / gates.sum(-1, keepdim=True)).to(x.dtype))
-        if aux is not None:
-            aux.append((logits, experts))
+        if routed is not None:
+            routed.steps.append((logits, experts))
         x = batched(hooks.hook_expert_in, x)
         out = self._watched_outputs(x, experts, gates, hooks.hook_result, contexts)
         if out is None:

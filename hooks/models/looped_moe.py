@@ -22,7 +22,7 @@ from transformer_lens.HookedRootModule import HookedRootModule
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, at_least_float32
+from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, RoutedSteps, at_least_float32
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
@@ -103,7 +103,7 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         hooks = cast(VisitHooks, self.visit[str(step.visit)])
 
@@ -116,7 +116,7 @@ class Block(nn.Module):
         attn = batched(hooks.attn.hook_o, self.attn(normalized, hooks.attn, segments, rotary, contexts, slot))
         x = batched(hooks.hook_resid_mid, x + batched(hooks.hook_attn_out, attn * self.scale))
         normalized = batched(hooks.ln2.hook_normalized, self.ln2(x))
-        moe = self.mlp(normalized, hooks.mlp, contexts, aux)
+        moe = self.mlp(normalized, hooks.mlp, contexts, routed)
         return batched(hooks.hook_resid_post, x + batched(hooks.hook_mlp_out, moe * self.scale))
 
 
@@ -220,15 +220,15 @@ class LoopedMoE(HookedRootModule):
 
     def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
-        aux: list[tuple[Tensor, Tensor]] = []
-        logits = self._unembed(self._features(tokens, segments, None, aux)).unflatten(0, tuple(tokens.shape))
+        routed = RoutedSteps()
+        logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
         cross_entropy = self._token_loss(logits, tokens, segments).nanmean()
         balance = z = logits.new_zeros(())
-        for router_logits, experts in aux:
+        for router_logits, experts in routed.steps:
             num_experts = router_logits.shape[1]
             load = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
-            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(aux)
-            z = z + router_logits.logsumexp(-1).square().mean() / len(aux)
+            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(routed.steps)
+            z = z + router_logits.logsumexp(-1).square().mean() / len(routed.steps)
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
 
@@ -283,7 +283,7 @@ class LoopedMoE(HookedRootModule):
         tokens: Tensor,
         segment_ids: Tensor | None,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         self._check(tokens, segment_ids, cache)
         contexts, length = tokens.shape
@@ -294,7 +294,7 @@ class LoopedMoE(HookedRootModule):
             positions = positions + cache.length
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
         every = range(len(self.plan))
-        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, aux))
+        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, routed))
 
     def _run(
         self,
@@ -304,10 +304,10 @@ class LoopedMoE(HookedRootModule):
         rotary: tuple[Tensor, Tensor],
         contexts: int,
         cache: KVCache | None,
-        aux: list[tuple[Tensor, Tensor]] | None,
+        routed: RoutedSteps | None,
     ) -> Tensor:
         for step in self.plan.steps[steps.start : steps.stop]:
-            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, aux)
+            x = cast(Block, self.blocks[step.layer])(x, step, segments, rotary, contexts, cache, routed)
         return x
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -105,9 +105,9 @@ def _pair(scale: Scale, level: str, context: int, mean_document: int) -> tuple[L
 MINI = GridPlan(
     "mini",
     (
-        Scale("44K", 32, 4, 2, 12, 8, 4, (1, 3), tokens=450_000),
-        Scale("136K", 44, 6, 3, 12, 12, 6, (1, 4), tokens=360_000),
-        Scale("263K", 64, 6, 3, 12, 12, 8, (2, 6), tokens=300_000),
+        Scale("44K", 32, 4, 2, 12, 8, 4, (1, 3), tokens=1_200_000),
+        Scale("136K", 44, 6, 3, 12, 12, 6, (1, 4), tokens=600_000),
+        Scale("263K", 64, 6, 3, 12, 12, 8, (2, 6), tokens=450_000),
         Scale("1.1M", 104, 6, 3, 18, 40, 8, (2, 6), tokens=300_000),
     ),
     ("0", "85", "95", "97"),

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.models.checkpoint import load_tokenizer, save_model
+from visitlens.hooks.models.checkpoint import load_tokenizer, save_weights
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.kernels.errors import InputError
 from visitlens.probe.ladder.corpus import Corpus
@@ -58,6 +58,7 @@ def train(
     out: Path,
     *,
     device: str = "cpu",
+    sharded: bool = False,
     cadence: Cadence = Cadence(),
     max_epochs: float = MAX_EPOCHS,
     on_progress: Progress = lambda done, total, loss: None,
@@ -74,7 +75,7 @@ def train(
             f"{recipe.horizons[-1]:,} tokens would read the corpus of {corpus.train.num_tokens:,} tokens {epochs:.1f} times; "
             f"add text, train on fewer tokens, or allow more than {max_epochs:g} epochs"
         )
-    return _Run(config, recipe, corpus, out, device, cadence, on_progress).finish()
+    return _Run(config, recipe, corpus, out, device, sharded, cadence, on_progress).finish()
 
 
 class _Run:
@@ -85,6 +86,7 @@ class _Run:
         corpus: Corpus,
         out: Path,
         device: str,
+        sharded: bool,
         cadence: Cadence,
         on_progress: Progress,
     ) -> None:
@@ -100,7 +102,7 @@ class _Run:
             dyck_share=recipe.dyck_share,
             seed=recipe.seed,
         )
-        self.trainer = Trainer(config, recipe, stream, device)
+        self.trainer = Trainer(config, recipe, stream, device, sharded=sharded)
         self.metrics = _Metrics(out, writes=self.trainer.rank == 0)
         self._samples: dict[int, tuple[dict[str, PackedTokens], np.ndarray]] = {}
 
@@ -144,8 +146,8 @@ class _Run:
             self._advance(horizon - self.recipe.decay_tokens, None, stable)
         self.metrics.rewind(horizon, trainer.seen)
         self._advance(horizon, horizon, branch)
+        self._finish(folder, horizon)
         if trainer.rank == 0:
-            self._finish(folder, horizon)
             branch.unlink(missing_ok=True)
         return folder
 
@@ -166,18 +168,13 @@ class _Run:
             self._checkpoint(horizon, state)
 
     def _checkpoint(self, horizon: int | None, state: Path) -> None:
-        if self.trainer.rank == 0:
-            losses = self._validation(self.cadence.checkpoint_tokens)["validation_loss"]
-            self.metrics.write(
-                horizon, {"tokens": self.trainer.seen} | {f"validation_{k}": v for k, v in losses.items()}
-            )
-            self.trainer.save(state)
-            self.metrics.to_csv()
+        losses = self._validation(self.cadence.checkpoint_tokens)["validation_loss"]
+        self.metrics.write(horizon, {"tokens": self.trainer.seen} | {f"validation_{k}": v for k, v in losses.items()})
+        self.trainer.save(state)
+        self.metrics.to_csv()
 
     def _finish(self, folder: Path, horizon: int) -> None:
         """Writes the checkpoint folder; training.json last, since it marks the branch as finished."""
-        save_model(self.trainer.model, folder)
-        shutil.copyfile(self.corpus.tokenizer_file, folder / "tokenizer.json")
         trainer, cadence = self.trainer, self.cadence
         report = {
             "recipe": asdict(self.recipe),
@@ -189,20 +186,26 @@ class _Run:
             "corpus_tokens": self.corpus.train.num_tokens,
             **self._validation(cadence.final_tokens),
             "dyck": dyck_by_shots(
-                trainer.model,
+                trainer.evaluated,
                 self.tokenizer,
                 prompts=cadence.dyck_prompts,
                 seed=DYCK_VALIDATION,
                 device=trainer.device,
             ),
         }
-        self.metrics.to_csv()
-        (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        weights = trainer.weights()
+        if trainer.rank == 0:
+            save_weights(self.config, weights, folder)
+            shutil.copyfile(self.corpus.tokenizer_file, folder / "tokenizer.json")
+            self.metrics.to_csv()
+            (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
     def _validation(self, tokens: int) -> dict[str, Any]:
         """Loss by category and by document length, over the first contexts of each category's documents."""
         samples, lengths = self._sample(tokens)
-        losses = [token_losses(self.trainer.model, packed, device=self.trainer.device) for packed in samples.values()]
+        losses = [
+            token_losses(self.trainer.evaluated, packed, device=self.trainer.device) for packed in samples.values()
+        ]
         by_length = loss_by_length(np.concatenate(losses), _joined(list(samples.values())), lengths)
         return {
             "validation_loss": {
@@ -264,6 +267,8 @@ class _Metrics:
 
     def to_csv(self) -> None:
         """The same rows for a spreadsheet; a column that a row doesn't have stays empty."""
+        if not self._writes:
+            return
         rows = self._rows()
         with self._file.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))

@@ -17,10 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from visitlens.hooks.models.checkpoint import DTYPES
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.hooks.models.looped_moe import LoopedMoE, TrainingLoss
+from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
 from visitlens.probe.ladder.stream import TrainingStream
 
@@ -71,34 +73,52 @@ class Recipe:
         return self.learning_rate * min(max(seen, 1) / max(self.warmup_tokens, 1), 1.0)
 
 
-class _Loss(nn.Module):
-    """`training_loss` as a forward, which is what DistributedDataParallel wraps."""
+class _Wrapped(nn.Module):
+    """What the trainer asks of a model, as the one forward that DistributedDataParallel and FSDP2 wrap."""
 
     def __init__(self, model: LoopedMoE) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.config = model, model.config
 
-    def forward(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
-        return self.model.training_loss(tokens, segments)
+    def forward(self, *args: Tensor, training: bool = False, **options: Any) -> Any:
+        return self.model.training_loss(*args) if training else self.model(*args, **options)
 
 
 class Trainer:
-    """One model, its optimiser and its place in the stream."""
+    """One model, its optimiser and its place in the stream; `sharded` by FSDP2 over the processes of a group.
 
-    def __init__(self, config: LoopedMoEConfig, recipe: Recipe, stream: TrainingStream, device: str = "cpu") -> None:
+    All processes call every method together; rank 0 alone writes.
+    """
+
+    def __init__(
+        self,
+        config: LoopedMoEConfig,
+        recipe: Recipe,
+        stream: TrainingStream,
+        device: str = "cpu",
+        *,
+        sharded: bool = False,
+    ) -> None:
         self.recipe, self.stream, self.device = recipe, stream, device
         self.rank, self.world = _rank_and_world()
         if recipe.batch % self.world:
             raise InputError(f"a batch of {recipe.batch} contexts can't be shared equally by {self.world} processes")
+        if sharded and not distributed.is_initialized():
+            raise InputError("sharding needs a process group: start with torchrun --nproc-per-node N")
+        dtype = DTYPES[recipe.dtype]
         self.model = LoopedMoE(config)
         self.model.init_weights(recipe.seed)
         try:
-            self.model.to(device=device, dtype=DTYPES[recipe.dtype])
+            self.model.to(device=device, dtype=None if sharded else dtype)  # FSDP casts what it gathers
         except (RuntimeError, AssertionError) as error:  # no such device, or a torch built without it
             raise InputError(f"can't train on {device!r} ({error}); try cpu") from error
-        self._loss = _Loss(self.model)
-        if self.world > 1:
-            self._loss = nn.parallel.DistributedDataParallel(self._loss)
+        self.evaluated = self._trained = _Wrapped(self.model)
+        if sharded:
+            policy = MixedPrecisionPolicy(param_dtype=dtype)
+            for part in (*self.model.blocks, self.evaluated):
+                fully_shard(part, mp_policy=policy, reshard_after_forward=True)
+        elif self.world > 1:
+            self._trained = nn.parallel.DistributedDataParallel(self.evaluated)
         self._weights = {
             n: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for n, p in self.model.named_parameters()
@@ -123,10 +143,10 @@ class Trainer:
             group["lr"] = rate
         tokens, segments = (torch.from_numpy(a) for a in self.stream.next_batch())
         mine = slice(self.rank, None, self.world)
-        loss = self._loss(tokens[mine].to(self.device), segments[mine].to(self.device))
+        loss = self._trained(tokens[mine].to(self.device), segments[mine].to(self.device), training=True)
         loss.total.backward()
         self._gradients_to_weights()
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), self.recipe.clip)
+        norm = _whole(torch.nn.utils.clip_grad_norm_(self._weights.values(), self.recipe.clip))
         if not torch.isfinite(norm):  # the same in every process
             raise VisitlensError(
                 f"the loss is {float(loss.total.detach())}, its gradient {float(norm)} after {self.seen:,} tokens: training has diverged. The last checkpoint is kept; try a lower learning rate"
@@ -147,11 +167,11 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Weights, moments and the place in the stream in one safetensors file, replaced in one step."""
+        tensors = {f"weight.{name}": p for name, p in self.weights().items()}
+        for name, p in self._weights.items():
+            tensors |= {f"{key}.{name}": _whole(value) for key, value in self.optimizer.state.get(p, {}).items()}
         if self.rank:
             return
-        tensors = {f"weight.{name}": p.detach() for name, p in self._weights.items()}
-        for name, p in self._weights.items():
-            tensors |= {f"{key}.{name}": value for key, value in self.optimizer.state.get(p, {}).items()}
         metadata = {"seen": str(self.seen), "seconds": str(self.seconds), "stream": json.dumps(self.stream.state())}
         partial = path.with_suffix(".tmp")
         save_file(tensors, partial, metadata=metadata)
@@ -168,9 +188,10 @@ class Trainer:
             with safe_open(path, framework="pt", device=self.device) as file:
                 names, metadata = set(file.keys()), file.metadata()
                 for name, p in self._weights.items():
-                    p.copy_(file.get_tensor(f"weight.{name}"))
+                    p.copy_(_divided(file.get_tensor(f"weight.{name}"), p))
                     keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"{k}.{name}" in names]
-                    self.optimizer.state[p] = {k: file.get_tensor(f"{k}.{name}") for k in keys}
+                    state = {k: file.get_tensor(f"{k}.{name}") for k in keys}
+                    self.optimizer.state[p] = {k: _divided(v, p) if v.shape == p.shape else v for k, v in state.items()}
         except Exception as error:  # SafetensorError, or shapes of another model
             raise CheckpointError(
                 f"{path}: not this model's training state ({error}); delete the folder to start over"
@@ -178,6 +199,10 @@ class Trainer:
         self._weights_to_model()
         self.seen, self.seconds = int(metadata["seen"]), float(metadata["seconds"])
         self.stream.restore(json.loads(metadata["stream"]))
+
+    def weights(self) -> dict[str, Tensor]:
+        """All of every weight, gathered from the processes that hold parts of it."""
+        return {name: _whole(p.detach()) for name, p in self._weights.items()}
 
     def _gradients_to_weights(self) -> None:
         for name, p in self.model.named_parameters():
@@ -189,6 +214,16 @@ class Trainer:
         for name, p in self.model.named_parameters():
             if (weight := self._weights[name]) is not p:
                 p.copy_(weight)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """With what other processes hold of it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _divided(value: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole tensor, if `like` is divided."""
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -205,13 +205,13 @@ def command(corpus: Corpus, config: Path, out: Path, *options: str) -> list[str]
     return [
         *("-m", "visitlens", "ladder", "run", str(config), "--out", str(out), "--corpus", str(corpus.folder)),
         *("--tokens", "6000", "--decay-share", "0.4", "--warmup", "1500", "--batch", "2", "--dyck-share", "0.2"),
-        *("--checkpoint-updates", "1", *options),
+        *("--checkpoint-updates", "1", "--dyck-prompts", "2", *options),
     ]
 
 
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    path = tmp_path / "config.json"
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "config.json"
     path.write_text(json.dumps(CONFIG.to_dict()))
     return path
 
@@ -237,21 +237,55 @@ def test_a_killed_process_resumes_to_the_same_bits(
     assert same(weights(out / "tokens-6000"), weights(finished / "tokens-6000"))
 
 
-def test_two_processes_train_the_model_that_one_trains(
-    corpus: Corpus, config_file: Path, finished: Path, tmp_path: Path
-) -> None:
-    """Each takes one of the two contexts of a batch; sums of gradients differ in their last bits and in how means weigh."""
-    out = tmp_path / "run"
+def in_two_processes(*arguments: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command(corpus, config_file, out)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(out / "tokens-6000")]
-    two, one = (json.loads((f / "tokens-6000" / "training.json").read_text()) for f in (out, finished))
+
+
+TWO_BRANCHES = ("--horizons", "2", "--decay-share", "0.8", "--checkpoint-updates", "4")
+"""The decay is a share of the first horizon: as long as with one branch."""
+
+
+@pytest.fixture(scope="module")
+def trained_by_two(corpus: Corpus, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two branches of one stable run, so the second one begins with a state read from disk."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    in_two_processes(*command(corpus, config_file, out, *TWO_BRANCHES))
+    return out
+
+
+def test_two_processes_train_the_model_that_one_trains(trained_by_two: Path, finished: Path) -> None:
+    """Each takes one of the two contexts of a batch; sums of gradients differ in their last bits and in how means weigh."""
+    two, one = (json.loads((f / "tokens-6000" / "training.json").read_text()) for f in (trained_by_two, finished))
     assert two["tokens"] == one["tokens"]
     for category, loss in one["validation_loss"].items():
         assert two["validation_loss"][category] == pytest.approx(loss, abs=0.1)
+
+
+def test_a_model_divided_over_two_processes_has_the_gradients_and_the_state_of_whole_copies(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    in_two_processes(str(Path(__file__).with_name("two_trainers.py")), str(corpus.folder), str(tmp_path))
+
+
+def test_a_divided_model_learns_as_whole_copies_do(
+    corpus: Corpus, config_file: Path, trained_by_two: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    in_two_processes(*command(corpus, config_file, out, "--checkpoint-updates", "4", "--sharded"))
+    divided, copies = ((run / "tokens-6000") for run in (out, trained_by_two))
+    mine, theirs = (json.loads((run / "training.json").read_text())["validation_loss"] for run in (divided, copies))
+    assert mine == pytest.approx(theirs, abs=1e-2)
+    for name, value in weights(copies).items():  # as vectors: Adam takes whole steps on the noise of tiny gradients
+        assert (weights(divided)[name] - value).float().norm() <= 0.03 * value.float().norm(), name
+
+
+def test_dividing_a_model_needs_several_processes(corpus: Corpus, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="start with torchrun"):
+        train(CONFIG, RECIPE, corpus, tmp_path, sharded=True)
