@@ -52,7 +52,6 @@ def record(
     """Run a model over text and record what each visit does."""
     with loading("torch and the model"):
         from visitlens.hooks.recorder import RecordingOptions
-        from visitlens.hooks.shards import readable_bytes
         from visitlens.probe.run import PreparedRun, RunRequest
 
         options = RecordingOptions(
@@ -82,10 +81,7 @@ def record(
         run = PreparedRun(request)
         if workers == 1 and engine is Engine.process:
             _ = run.model  # says now what is wrong with it; workers load their own
-    size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
-    console.print(
-        f"{run.contexts.num_tokens:,} tokens, {len(run.contexts.document_hash)} documents; writes {size} to {out}"
-    )
+    console.print(str(run))
     with progress_bar() as progress:
         task = progress.add_task("recording", total=None)
         run.record(lambda done, total: progress.update(task, completed=done, total=total))
