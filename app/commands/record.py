@@ -24,7 +24,7 @@ class Engine(StrEnum):
 
 
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, hub name, or bundled: smelt, baseline.")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The recording (a folder). An unfinished one is continued.")],
     level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
@@ -50,6 +50,10 @@ def record(
     ] = "",
 ) -> None:
     """Run a model over text and record what each visit does."""
+    from visitlens.probe import loaded
+
+    folder = loaded.checkpoint(checkpoint)  # a mistyped path is told before torch is imported
+    loaded.check_text(text)
     with loading("torch and the model"):
         from visitlens.hooks.recorder import RecordingOptions
         from visitlens.probe.run import PreparedRun, RunRequest
@@ -63,7 +67,7 @@ def record(
             shard_tokens=shard_tokens,
         )
         request = RunRequest(
-            checkpoint=checkpoint,
+            checkpoint=folder,
             text=text,
             out=out,
             options=options,
