@@ -103,7 +103,7 @@ def maps_panel(view: View, ablation: HeadAblation) -> Panel:
             f"{_counts(ablation)} Intervals, {INTERVAL}, are in the table.",
             f"Definition: {effect.measure.definition} ({effect.measure.paper})",
         ],
-        data=effect.to_dict(),
+        data=effect.to_dict,
         rows=lambda: stat_rows(effect),
         code=notebook(view, f"rec.ablations()[{ablation.name!r}].effect"),
         links={"path": "/attention" if view.recorded.looped else "/heads", "x": "head", "y": "layer"},
@@ -192,7 +192,7 @@ def ranked_panel(view: View, ablation: HeadAblation, when: str) -> Panel:
         caption=[
             f"{_counts(ablation)} Bars: {INTERVAL}. Unit: {ablation.effect.measure.unit}. The table has all {len(found)} heads."
         ],
-        data={"when": when, "heads": rows},
+        data=lambda: {"when": when, "heads": rows},
         rows=lambda: rows,
         code=notebook(view, f"rec.ablations()[{ablation.name!r}].top(visits={when!r})"),
         wide=True,

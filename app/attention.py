@@ -1,18 +1,23 @@
-"""Attention maps of recordings of level `maps`: pooled where they are large, and which keys a query gains and loses. No torch."""
+"""A head's attention maps, stored or made from Q and K: pooled where they are large, and which keys a query gains and loses. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from dash import html
 
 from visitlens.app.components import card, number, table
 from visitlens.app.context import View
+from visitlens.app.documents import segment_of, segments
+from visitlens.kernels.errors import RecordingError
+from visitlens.probe.attention_from_qk import MOST_TOKENS, attention_from_qk, holds_qk
 from visitlens.probe.token_window import changed_keys
 
+_TILE = 512  # rows of a map that are held at once
 MOST_CELLS = 512
 """Rows or columns that a browser draws at ease; larger maps are pooled."""
 
@@ -40,27 +45,9 @@ def pool(
         how: "max" keeps single bright cells, "mean" keeps the mass.
         rows, columns: from and up to, in cells of the whole map; out of range is cut.
     """
-    r0, r1 = _within(rows, values.shape[0])
-    c0, c1 = _within(columns, values.shape[1])
-    part = values[r0:r1, c0:c1]
-    factor = max(1, -(-max(part.shape) // most))
-    reduce = np.fmax.reduceat if how == "max" else np.add.reduceat
-    row_starts, column_starts = np.arange(0, part.shape[0], factor), np.arange(0, part.shape[1], factor)
-    wide = part if how == "max" else np.nan_to_num(part.astype(np.float32))
-    pooled = reduce(reduce(wide, row_starts, axis=0), column_starts, axis=1)
-    if how == "mean":
-        heights, widths = (
-            np.diff(np.append(starts, size)).astype(np.float64)
-            for starts, size in zip((row_starts, column_starts), part.shape, strict=True)
-        )
-        pooled = pooled / (heights[:, None] * widths)
-    return Pooled(pooled, factor, row_starts + r0, column_starts + c0)
-
-
-def _within(part: tuple[int, int] | None, size: int) -> tuple[int, int]:
-    low, high = part or (0, size)
-    low = min(max(low, 0), size - 1)
-    return low, min(max(high, low + 1), size)
+    region = Region.of(values.shape, most, rows, columns)
+    part = values[slice(*region.rows), slice(*region.columns)]
+    return region.pooled(_blocks(part, region.factor, how))
 
 
 def pooled_difference(
@@ -69,38 +56,158 @@ def pooled_difference(
     most: int = MOST_CELLS,
     rows: tuple[int, int] | None = None,
     columns: tuple[int, int] | None = None,
+    how: str = "max",
 ) -> tuple[Pooled, Pooled, Pooled]:
-    """Both maps by their maxima, and of the difference the value that is largest in size in each block, with its sign."""
-    difference = later.astype(np.float32) - earlier.astype(np.float32)
-    highest, lowest = (pool(d, "max", most, rows, columns) for d in (difference, -difference))
-    signed = np.where(highest.values >= lowest.values, highest.values, -lowest.values)
-    kept = Pooled(signed, highest.factor, highest.row_starts, highest.column_starts)
-    return pool(earlier, "max", most, rows, columns), pool(later, "max", most, rows, columns), kept
+    """Both maps pooled, and their difference: of each block its value that is largest in size, with its sign; or the mean."""
+    region = Region.of(earlier.shape, most, rows, columns)
+    return pooled_by_tiles(lambda low, high: (earlier[low:high], later[low:high]), region, how)
+
+
+def pooled_by_tiles(
+    maps: Callable[[int, int], tuple[np.ndarray, np.ndarray]], region: Region, how: str = "max"
+) -> tuple[Pooled, Pooled, Pooled]:
+    """As `pooled_difference`, from some rows of both maps at a time: no whole map is held.
+
+    Args:
+        maps: rows from and up to, whole, at either visit.
+    """
+    step = max(_TILE // region.factor, 1) * region.factor
+    parts: list[tuple[np.ndarray, ...]] = []
+    for low in range(*region.rows, step):
+        tile = maps(low, min(low + step, region.rows[1]))
+        earlier, later = (rows[:, slice(*region.columns)].astype(np.float32, copy=False) for rows in tile)
+        difference = later - earlier
+        kept = _blocks(difference, region.factor, how)
+        if how == "max" and region.factor > 1:
+            lowest = -_blocks(-difference, region.factor, how)
+            kept = np.where(kept >= -lowest, kept, lowest)
+        parts.append((_blocks(earlier, region.factor, how), _blocks(later, region.factor, how), kept))
+    first, second, change = (region.pooled(np.concatenate(blocks)) for blocks in zip(*parts, strict=True))
+    return first, second, change
 
 
 @dataclass(frozen=True)
-class ContextMap:
-    """One head's map at both visits for one packed context: `earlier`, `later` [query, key] over its `tokens` tokens."""
+class Region:
+    """The part of a map that is shown, `rows` and `columns` from and up to, and the edge of the blocks it is pooled by."""
 
-    context: int
-    contexts: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    factor: int
+
+    @classmethod
+    def of(
+        cls,
+        shape: tuple[int, ...],
+        most: int = MOST_CELLS,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> Region:
+        down, across = _within(rows, shape[0]), _within(columns, shape[1])
+        return cls(down, across, max(1, -(-max(down[1] - down[0], across[1] - across[0]) // most)))
+
+    def pooled(self, values: np.ndarray) -> Pooled:
+        return Pooled(values, self.factor, np.arange(*self.rows, self.factor), np.arange(*self.columns, self.factor))
+
+
+def _blocks(values: np.ndarray, factor: int, how: str) -> np.ndarray:
+    """[row, column] of square blocks; those at the far edges may be smaller."""
+    if factor == 1:
+        return values
+    known = values if how == "max" else np.nan_to_num(values.astype(np.float32, copy=False))
+    reduced = _along(_along(known, factor, how), factor, how)
+    if how == "max":
+        return reduced
+    sizes = [np.minimum(factor, n - np.arange(0, n, factor)) for n in values.shape]
+    return reduced / np.outer(*sizes)
+
+
+def _along(values: np.ndarray, factor: int, how: str) -> np.ndarray:
+    """The first axis reduced by blocks, and the axes swapped: twice reduces both."""
+    reduce = np.fmax.reduce if how == "max" else np.add.reduce
+    whole = len(values) // factor * factor
+    found = reduce(values[:whole].reshape(-1, factor, values.shape[1]), axis=1)
+    if whole < len(values):
+        found = np.concatenate([found, reduce(values[whole:], axis=0, keepdims=True)])
+    return np.ascontiguousarray(found.T)
+
+
+def _within(part: tuple[int, int] | None, size: int) -> tuple[int, int]:
+    low, high = part or (0, size)
+    low = min(max(low, 0), size - 1)
+    return low, min(max(high, low + 1), size)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a map is of: the `index`-th of `count` contexts (stored maps) or documents (maps made from Q and K), from token
+    `start`, `tokens` long; `whole` is False where a longer document is cut."""
+
+    kind: Literal["context", "document"]
+    index: int
+    count: int
     start: int
     tokens: int
-    earlier: np.ndarray
-    later: np.ndarray
+    whole: bool = True
+
+    def __contains__(self, token: object) -> bool:
+        return isinstance(token, int) and self.start <= token < self.start + self.tokens
 
 
-def context_map(view: View, context: int) -> ContextMap:
-    """Reads the context's two maps of the selected layer and head."""
-    run, (a, b) = view.recorded, view.visits
-    layer = view.layer if view.layer in run.plan.looped_layers else run.plan.looped_layers[0]
-    context = min(max(context, 0), run.recording.contexts - 1)
-    earlier, later = (run.recording.attention_maps(layer, v, context)[view.head] for v in (a, b))
-    starts = _starts(view, earlier.shape[-1])
-    start = int(starts[context])
-    stop = int(starts[context + 1]) if context + 1 < len(starts) else run.recording.tokens
-    size = min(stop - start, earlier.shape[-1])
-    return ContextMap(context, run.recording.contexts, start, size, earlier[:size, :size], later[:size, :size])
+def source(view: View) -> Literal["", "maps", "qk"]:
+    """Where a head's map comes from: stored, made from recorded Q and K, or nowhere."""
+    run = view.recorded
+    return "maps" if run.recording.level == "maps" else "qk" if holds_qk(run) else ""
+
+
+def place_of(view: View, token: int | None, context: int | None = None) -> Place:
+    """The chosen context or document, else the token's, else the first."""
+    run = view.recorded
+    if source(view) == "qk":
+        found = segments(view)
+        at = found.of_token(token) if token is not None else segment_of(view, found)
+        start, stop = found.span(at)
+        size = min(stop - start, MOST_TOKENS)
+        return Place("document", at, len(found), start, size, size == stop - start)
+    length = run.recording.attention_maps(run.plan.looped_layers[0], 1, 0).shape[-1]
+    starts = view.remember(
+        f"contexts:{length}", lambda: context_starts(run.recording.token_table(names=("segment",))["segment"], length)
+    )
+    if context is None:
+        context = 0 if token is None else int(np.searchsorted(starts, token, side="right")) - 1
+    context = min(context, len(starts) - 1)
+    bounds = np.append(starts, run.recording.tokens)
+    start = int(bounds[context])
+    return Place("context", context, len(starts), start, min(int(bounds[context + 1]) - start, length))
+
+
+def both_maps(view: View, place: Place, rows: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Some rows of the selected head's maps [query, key] at both visits; queries are counted in the place.
+
+    Raises:
+        RecordingError: no map can be made from this model's Q and K.
+    """
+    run = view.recorded
+    layer = looped_layer(view)
+    if source(view) == "qk":
+        span = place.start, place.start + place.tokens
+        earlier, later = (attention_from_qk(run, layer, v, view.head, span, rows) for v in view.visits)
+        return earlier, later
+    earlier, later = (
+        run.recording.attention_maps(layer, v, place.index)[view.head, slice(*rows), : place.tokens]
+        for v in view.visits
+    )
+    return earlier, later
+
+
+def looped_layer(view: View) -> int:
+    """The chosen layer if it is looped, else the first that is."""
+    looped = view.recorded.plan.looped_layers
+    return view.layer if view.layer in looped else looped[0]
+
+
+def token_texts(view: View, place: Place) -> list[str]:
+    ids = view.recorded.recording.token_table((place.start, place.start + place.tokens), ("id",))["id"]
+    return view.context.texts.texts(view.recorded, ids)
 
 
 def context_starts(segment: np.ndarray, length: int) -> np.ndarray:
@@ -114,56 +221,50 @@ def context_starts(segment: np.ndarray, length: int) -> np.ndarray:
     return np.array(starts)
 
 
-def context_of(view: View, token: int) -> tuple[int, int]:
-    """A token's context and its place in there."""
-    run = view.recorded
-    length = run.recording.attention_maps(run.plan.looped_layers[0], 1, 0).shape[-1]
-    starts = _starts(view, length)
-    at = int(np.searchsorted(starts, token, side="right")) - 1
-    return at, token - int(starts[at])
-
-
-def _starts(view: View, length: int) -> np.ndarray:
-    recording = view.recorded.recording
-    return view.remember(f"contexts:{length}", lambda: context_starts(recording.token_table()["segment"], length))
-
-
 def key_changes(view: View, token: int) -> html.Section:
     """Which keys a token's query gains and loses from visit to visit, and where the sink's mass went."""
-    context, at = context_of(view, token)
-    maps = context_map(view, context)
+    place = place_of(view, token)
+    title = f"Keys gained and lost by token {token:,}, layer {looped_layer(view)}, head {view.head}"
+    if token not in place:
+        return card(
+            title, [html.P(f"Maps of a document end after {MOST_TOKENS:,} tokens.", className="hint")], key="keys"
+        )
+    at = token - place.start
+    try:
+        earlier, later = (row[0, : at + 1] for row in both_maps(view, place, (at, at + 1)))
+    except RecordingError as error:
+        return card(title, [html.P(str(error), className="hint")], key="keys")
     a, b = view.visits
-    texts = view.context.texts.texts(
-        view.recorded, view.recorded.recording.token_table(tokens=(maps.start, maps.start + maps.tokens))["id"]
-    )
-    gained, lost = changed_keys(maps.earlier[at, : at + 1], maps.later[at, : at + 1])
+    texts = token_texts(view, place)
+    gained, lost = changed_keys(earlier, later)
     rows: list[dict[str, Any]] = [
         {
-            "key": f"{maps.start + j} “{texts[j]}”",
-            "earlier": float(maps.earlier[at, j]),
-            "later": float(maps.later[at, j]),
+            "key": f"{place.start + j} “{texts[j]}”",
+            "earlier": float(earlier[j]),
+            "later": float(later[j]),
             "change": html.Span(
-                f"{'+' if j in gained else ''}{number(float(maps.later[at, j] - maps.earlier[at, j]))}",
+                f"{'+' if j in gained else ''}{number(float(later[j]) - float(earlier[j]))}",
                 className="badge visit-2" if j in gained else "badge visit-1",
             ),
         }
         for j in [*gained, *lost]
     ]
     columns = [("key", "key"), ("earlier", f"visit {a}"), ("later", f"visit {b}"), ("change", "change")]
-    title = f"Keys gained and lost by token {token}, layer {view.layer}, head {view.head}"
     return card(
         title,
         [
-            html.P(mass_ledger(maps, at, texts), className="figure-line"),
+            html.P(mass_ledger(earlier, later, texts), className="figure-line"),
             table(columns, rows, "The keys whose share of the attention changes most from visit to visit."),
         ],
         key="keys",
     )
 
 
-def mass_ledger(maps: ContextMap, at: int, texts: list[str]) -> str:
-    """Where one query's attention went, as a sentence: `first token -0.58, “answer” +0.31`."""
-    change = (maps.later[at, : at + 1].astype(np.float64) - maps.earlier[at, : at + 1]).round(4)
-    order = np.argsort(-np.abs(change))[:4]
-    parts = [f"“{texts[j]}” {change[j]:+.2f}".replace("-", "−") for j in order if abs(change[j]) >= 0.005]
-    return f"From visit to visit: {', '.join(parts)}." if parts else "The attention hardly moves between these visits."
+def mass_ledger(earlier: np.ndarray, later: np.ndarray, texts: list[str]) -> str:
+    """Where one query's attention [key] went, as a sentence: first token 0.63 → 0.05 (−0.58), “answer” +0.31, “)” +0.30."""
+    change = (later.astype(np.float64) - earlier).round(4)
+    others = [j for j in np.argsort(-np.abs(change)) if j and abs(change[j]) >= 0.005][:3]
+    parts = [f"first token {earlier[0]:.2f} → {later[0]:.2f} ({change[0]:+.2f})"]
+    parts += [f"“{texts[j]}” {change[j]:+.2f}" for j in others]
+    rest = "" if others else "; no other key changes by 0.005"
+    return f"From visit to visit: {', '.join(parts)}{rest}.".replace("-", "−")

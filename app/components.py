@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dash import dcc, html
+from plotly.io.json import to_json_plotly
 
 from visitlens.app.context import View
 from visitlens.app.panels import Panel
@@ -24,16 +25,17 @@ def attrs(found: Mapping[str, str]) -> Any:
 
 
 def panel_card(panel: Panel, view: View) -> html.Section:
-    """The panel as a landmark: title, actions, chart under the keyboard, caption, table."""
+    """The panel as a landmark: title, actions, chart under the keyboard, caption, table.
+
+    A script draws the chart (charts.js), those in sight first: a `dcc.Graph` would draw all of a page before anything shows.
+    """
     plot = panel.chart(view.theme)
     height = plot["layout"]["height"]
     options = {"links": panel.links, "linked": panel.linked, "morph": panel.morph, "zoom": panel.zoom}
-    graph = dcc.Graph(
-        id={"type": "graph", "panel": panel.key},
-        figure=plot,
-        config=GRAPH_CONFIG,
-        responsive=True,
+    graph = html.Div(
+        className="graph",
         style={"height": f"{height}px"},
+        **attrs({"data-figure": to_json_plotly(plot), "data-config": json.dumps(GRAPH_CONFIG)}),
     )
     title = f"title-{panel.key}"
     keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")
@@ -185,10 +187,14 @@ def table(
 
 
 def card(title: str, children: Sequence[Any], *, wide: bool = False, key: str = "") -> html.Section:
-    """A titled box that is no panel: a table, a list."""
+    """A titled box that is no panel: a table, a list. A table can be saved as CSV."""
     name = f"title-{key or title.lower().replace(' ', '-')}"
+    tabled = any(getattr(child, "className", "") in ("scroll", "grid") for child in children)
+    save = (
+        [html.Div(icon_button("export", f"Save {title} as CSV", "save-table"), className="actions")] if tabled else []
+    )
     return html.Section(
-        [html.Header([html.H2(title, id=name)]), *children],
+        [html.Header([html.H2(title, id=name), *save]), *children],
         className="panel wide" if wide else "panel",
         **attrs({"aria-labelledby": name}),
     )

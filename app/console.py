@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 
@@ -24,6 +24,11 @@ class Theme(StrEnum):
 def plain(text: str) -> str:
     """Without rich markup."""
     return text.replace("[", r"\[")
+
+
+def counted(number: int, what: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def comma_separated(text: str) -> tuple[str, ...]:
@@ -48,6 +53,23 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
     )
     return Progress(*columns, console=console)
+
+
+@contextmanager
+def progress_once_begun(what: str) -> Iterator[Callable[[int, int], None]]:
+    """`show(done, total)` draws a bar; nothing is drawn before its first call, so that an early error stands alone."""
+    progress, tasks = progress_bar(), []
+
+    def show(done: int, total: int) -> None:
+        if not tasks:
+            progress.start()
+            tasks.append(progress.add_task(what))
+        progress.update(tasks[0], completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        progress.stop()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from visitlens.app.registry import Entry, Registry
-from visitlens.app.state import Selection, fit, parse
+from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.figures.pair import Pair
@@ -18,7 +18,7 @@ from visitlens.probe.figures.theme import DARK, LIGHT, Theme
 from visitlens.probe.opened import RecordedRun
 
 _Kept = TypeVar("_Kept")
-_MOST_KEPT = 16
+_MOST_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class View:
 
     @property
     def visits(self) -> tuple[int, int]:
-        """Chosen, else the first and the last; (1, 1) for an unlooped model."""
-        return self.selection.visits or (1, max(self.recorded.plan.visits.values()))
+        """Chosen, else the first and the last that every looped layer has; (1, 1) for an unlooped model."""
+        return self.selection.visits or (1, common_visits(self.recorded.plan))
 
     def href(self, path: str = "", **changes: Any) -> str:
         """Here, or another page, with parts of the selection changed. A page's own parameters stay on it."""
@@ -174,4 +174,4 @@ def describe_needs(view: View, needs: Mapping[str, str] | tuple[str, ...]) -> st
 
 def routed(run: RecordedRun) -> bool:
     """Whether the model chooses among experts."""
-    return int(run.recording.config.get("num_experts") or 0) > 1 and "expert_load" in run.measures
+    return int(run.recording.config.get("num_experts") or 0) > 1

@@ -7,13 +7,15 @@ from typing import Any
 
 from visitlens.app.components import selector
 from visitlens.app.context import View, describe_needs
-from visitlens.app.state import AGGREGATIONS
+from visitlens.app.documents import segment_choices
+from visitlens.app.state import AGGREGATIONS, common_visits
+from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
 
 def controls(page: ModuleType | None, view: View) -> list[Any]:
-    """The recording's always; the page's own where what it needs is there."""
+    """The recording's always; the page's own where what it needs is there and can be read."""
     entries = view.context.registry.entries()
     if not entries or view.entry is None:
         return []
@@ -21,13 +23,14 @@ def controls(page: ModuleType | None, view: View) -> list[Any]:
     found = [selector("recording", "run", runs, view.entry.id)]
     if view.run is None or page is None or describe_needs(view, page.NEEDS):
         return found
-    for name in getattr(page, "CONTROLS", ()):
-        found += _CONTROLS[name](page, view)
-    return found
+    try:
+        return found + [c for name in getattr(page, "CONTROLS", ()) for c in _CONTROLS[name](page, view)]
+    except VisitlensError:  # a damaged shard: the page itself says which
+        return found
 
 
 def _visits(page: ModuleType, view: View) -> list[Any]:
-    most = max(view.recorded.plan.visits.values())
+    most = common_visits(view.recorded.plan)
     pairs = [(a, b) for a in range(1, most) for b in range(a + 1, most + 1)]
     a, b = view.visits
     choices = [(f"{x}-{y}", f"{x} and {y}") for x, y in pairs]
@@ -68,7 +71,7 @@ def _others(page: ModuleType, view: View) -> list[Any]:
 
 
 def _segments(page: ModuleType, view: View) -> list[Any]:
-    choices, value = page.segment_choices(view)
+    choices, value = segment_choices(view)
     return [selector("document", "segment", choices, value)]
 
 

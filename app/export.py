@@ -76,7 +76,7 @@ def panel_bytes(panel: Panel, view: View, format_: str) -> bytes:
             "selection": settings(view),
             "visitlens": __version__,
         }
-        return json_text({**about, "data": panel.data}).encode()
+        return json_text({**about, "data": panel.data()}).encode()
     with _one_browser:
         return next(iter(render([(titled(panel, view), format_)])))
 

@@ -14,6 +14,7 @@ from visitlens.app.context import Context, View, describe_needs, view_of
 from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
+from visitlens.app.state import Selection
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import largest_change
 
@@ -53,7 +54,9 @@ def frame(context: Context) -> html.Div:
                         href=context.prefix,
                         className="brand",
                     ),
-                    html.Nav(navigation(context, "", ""), id="navigation", **attrs({"aria-label": "Pages"})),
+                    html.Nav(
+                        navigation(View(context, "", Selection())), id="navigation", **attrs({"aria-label": "Pages"})
+                    ),
                     html.Div(
                         [
                             html.Button(
@@ -116,9 +119,7 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
-        navigation=navigation(
-            context, path, replace(view.selection, extra={}).change(metric=None, agg=None, segment=None).query()
-        ),
+        navigation=navigation(view),
         bar=bar(page, view),
         content=[*_notices(view), *content],
         palette=palette(view),
@@ -147,12 +148,15 @@ def version(view: View) -> str:
     return f"{view.entry.version if view.entry else ''}|{len(entries)}"
 
 
-def navigation(context: Context, path: str, query: str) -> list[Any]:
-    """Links to all pages, in groups; they keep the selection."""
+def navigation(view: View) -> list[Any]:
+    """Links to all pages, in groups; they keep the selection. What has nothing to show for this recording is pale and says why."""
+    kept = replace(view.selection, extra={}).change(metric=None, agg=None, segment=None)
     groups: dict[int, list[Any]] = {}
     for page in pages():
-        current: Any = {"aria-current": "page"} if path == page.PATH else {}
-        link = html.A(page.TITLE, href=context.href(page.PATH) + query, **current)
+        options: Any = {"aria-current": "page"} if view.path == page.PATH else {}
+        if view.run is not None and (reason := describe_needs(view, page.NEEDS)):
+            options |= {"className": "pale", "title": reason}
+        link = html.A(page.TITLE, href=view.context.href(page.PATH, kept), **options)
         groups.setdefault(page.ORDER // 10, []).append(html.Li(link))
     return [html.Ul(links) for _, links in sorted(groups.items())]
 
@@ -211,9 +215,14 @@ def _content(page: ModuleType, view: View) -> list[Any]:
     try:
         items = page_items(page, view)
     except VisitlensError as error:
-        return [state(f"{page.TITLE}: not for this recording", [str(error)], "partial")]
+        return [state(f"{page.TITLE}: not for this recording", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
     return [html.Div(without_holes(cards), className="panels")]
+
+
+def said(error: VisitlensError, view: View) -> str:
+    """Its message without the folder that the recording lies in: who looks may be on another machine."""
+    return str(error).replace(f"{view.entry.path.parent}/", "") if view.entry else str(error)
 
 
 def without_holes(cards: list[Any]) -> list[Any]:

@@ -51,7 +51,7 @@ def maps_panel(view: View, run: LiveRun, chosen: LiveChoice, answers: tuple[tupl
         title=f"Attention of layer {layer}, head {head}",
         draw=draw,
         caption=caption,
-        data={
+        data=lambda: {
             "layer": layer,
             "head": head,
             "tokens": texts,
@@ -86,7 +86,7 @@ def heads_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
             "Sum over keys of min(P1, P2), mean over this prompt's queries but the first; low is a head that looks elsewhere. "
             "A cell opens its head. n = 1 prompt; no interval."
         ],
-        data={"layers": layers, "mass_overlap": overlap.round(6).tolist()},
+        data=lambda: {"layers": layers, "mass_overlap": overlap.round(6).tolist()},
         rows=lambda: [
             {"layer": layer, "head": head, "mass overlap": value}
             for layer, head, value in run.most_changed_heads(chosen.visits, n=_ROWS)
@@ -117,7 +117,7 @@ def scan_panel(view: View, scan: HeadScan) -> Panel:
         caption=[
             "Change of the target's log-probability with one head silenced, nats. A cell opens its head. n = 1 prompt; no interval."
         ],
-        data={
+        data=lambda: {
             "target": run.text_of(scan.target),
             "kind": scan.kind,
             "places": scan.places,
@@ -145,7 +145,7 @@ def norms_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
         title=f"Writes into the residual stream at token {chosen.at}",
         draw=lambda theme: norm_lines(run, chosen.at, theme),
         caption=["Norm / sqrt(hidden size) of what each step adds, after the 1/r scale. n = 1 token; no interval."],
-        data={name: values[:, chosen.at].tolist() for name, values in named.items()},
+        data=lambda: {name: values[:, chosen.at].tolist() for name, values in named.items()},
         rows=lambda: [
             {
                 "layer": s.layer,
@@ -192,7 +192,7 @@ def lens_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
         caption=[
             "KL(final || lens), nats: how far a step's own reading is from the output. n = 1 prompt; no interval. The two lenses are known to disagree."
         ],
-        data={"tokens": run.texts, "kl": lens.kl.round(5).tolist(), "entropy": lens.entropy.round(5).tolist()},
+        data=lambda: {"tokens": run.texts, "kl": lens.kl.round(5).tolist(), "entropy": lens.entropy.round(5).tolist()},
         rows=rows,
         code=_code(view, run, f"run.readout({chosen.at}, coda={chosen.coda})"),
         links={"path": view.path, "x": "at"},

@@ -13,7 +13,7 @@ from visitlens.app.context import View
 from visitlens.probe.cross_visit import TwoVisits
 from visitlens.probe.figures.drawing import HEAD_MARGIN
 from visitlens.probe.figures.export import Drawing
-from visitlens.probe.figures.generic import label_text, plot_stat
+from visitlens.probe.figures.generic import label_text, stat_json
 from visitlens.probe.figures.series import INTERVAL, csv_rows
 from visitlens.probe.figures.theme import Theme
 from visitlens.probe.measure import StatArray
@@ -29,8 +29,8 @@ _NARROW = 800
 class Panel:
     """`key` is unique on its page (a-z, 0-9, -). `draw` gives the picture with its title, as it is exported.
 
-    `caption` are sentences: n, aggregation, interval, definition. `data` is the JSON export, `rows` the CSV and the table
-    (a function, called when asked). `code` are the notebook lines that draw it. `links`: what a click on a point or cell
+    `caption` are sentences: n, aggregation, interval, definition. `data` gives the JSON export, `rows` the CSV and the table: made
+    when they are asked for. `code` are the notebook lines that draw it. `links`: what a click on a point or cell
     opens, `{"path": "/heads", "x": "head", "y": "layer"}` (the parameter takes the number that the label starts with) or
     `{"hrefs": [[...]]}` by row and column. `morph`: indices of two heat maps, the first of which a slider turns into the
     second. `linked`: hovering one heat map marks the same cell in all. `zoom`: of a pooled map, `factor` and the
@@ -39,9 +39,9 @@ class Panel:
 
     key: str
     title: str
-    draw: Callable[[Theme], go.Figure]
+    draw: Callable[[Theme], plots.Plot | go.Figure]
     caption: Sequence[str]
-    data: Mapping[str, Any]
+    data: Callable[[], Mapping[str, Any]]
     rows: Callable[[], Sequence[Mapping[str, Any]]]
     code: str
     links: Mapping[str, Any] | None = None
@@ -53,10 +53,10 @@ class Panel:
     height: int | None = None
 
     def chart(self, theme: Theme) -> dict[str, Any]:
-        """The picture for the page, which has the title: as wide as its frame. As JSON, without drawing it twice."""
-        plot = self.draw(theme).to_plotly_json()
-        layout = plot["layout"]
-        less = 0
+        """The picture for the page, which has the title: as wide as its frame."""
+        drawn = self.draw(theme)
+        plot = drawn.to_plotly_json() if isinstance(drawn, go.Figure) else drawn
+        layout, less = dict(plot["layout"]), 0
         if layout.get("title", {}).get("text"):
             less = min(HEAD_MARGIN - _TOP, max(layout.get("margin", {}).get("t", HEAD_MARGIN) - _TOP, 0))
             layout["margin"] = {**layout.get("margin", {}), "t": layout.get("margin", {}).get("t", HEAD_MARGIN) - less}
@@ -64,7 +64,7 @@ class Panel:
         layout.pop("width", None)
         layout["height"] = self.height or layout.get("height", 420) - less
         layout["autosize"] = True
-        return plot
+        return {"data": plot["data"], "layout": layout}
 
 
 def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str = "", **options: Any) -> Panel:
@@ -72,9 +72,9 @@ def stat_panel(view: View, key: str, stat: StatArray, code: str, *, title: str =
     return Panel(
         key=key,
         title=title or stat.measure.title,
-        draw=lambda theme: plot_stat(stat, theme),
+        draw=lambda theme: stat_json(stat, theme),
         caption=stat_caption(stat),
-        data=stat.to_dict(),
+        data=stat.to_dict,
         rows=lambda: stat_rows(stat),
         code=notebook(view, code),
         **options,
@@ -102,7 +102,7 @@ def lines_panel(
         title=title,
         draw=lambda theme: plots.lines(theme, drawn, unit or first.measure.unit, levels=levels, x_title=x_title),
         caption=[*notes, *many_captions(stats, levels)],
-        data=plots.all_json(stats) | {level.label: level.value for level in levels},
+        data=lambda: plots.all_json(stats) | {level.label: level.value for level in levels},
         rows=lambda: many_rows(stats),
         code=notebook(view, code),
         **options,
@@ -131,7 +131,7 @@ def maps_panel(
     names = {"rows": rows, "columns": columns, "row_title": row_title, "column_title": column_title}
     unit = stat.measure.unit
 
-    def draw(theme: Theme) -> go.Figure:
+    def draw(theme: Theme) -> plots.Plot:
         if two.earlier is None or two.later is None:
             return plots.one_map(theme, stat.values, **names, unit=unit, selected=cell)
         titles = (
@@ -149,7 +149,7 @@ def maps_panel(
         title=title,
         draw=draw,
         caption=many_captions(stats),
-        data=plots.all_json(stats),
+        data=lambda: plots.all_json(stats),
         rows=lambda: many_rows(stats),
         code=notebook(view, code),
         linked=True,
@@ -210,7 +210,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
         title=data["title"],
         draw=drawing.plot,
         caption=[data["question"], *data["notes"], f"n = {counts}. {aggregations}. Bars: {data['interval']}."],
-        data=data,
+        data=lambda: data,
         rows=lambda: csv_rows(data),
         code=notebook(view, code),
         **options,

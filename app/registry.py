@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
@@ -19,8 +20,8 @@ from visitlens.probe.grid import Grid
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 
-_MOST_OPEN = 40
-"""Recordings whose totals are kept in memory; the least recently used is closed."""
+_MOST_READ = 40
+"""Recordings whose totals are kept in memory; of the one longest unused they are let go."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Registry:
     def __init__(self, paths: Iterable[Path] = ()) -> None:
         self._lock = RLock()
         self._ids: dict[Path, str] = {}
-        self._open: OrderedDict[str, Entry] = OrderedDict()
+        self._known: dict[str, Entry] = {}
+        self._read: OrderedDict[str, None] = OrderedDict()
         self._sources: list[Path] = []
         self.grid: Grid | None = None
         for path in map(Path, paths):
@@ -66,7 +68,10 @@ class Registry:
             return tuple(self._ids.values())
 
     def entries(self) -> tuple[Entry, ...]:
-        return tuple(self[id_] for id_ in self.ids())
+        """All of them, as they are on disk now."""
+        with self._lock:
+            self.ids()
+            return tuple(self._entry(path, id_) for path, id_ in self._ids.items())  # listing isn't using
 
     def __contains__(self, id_: object) -> bool:
         return id_ in self.ids()
@@ -78,18 +83,33 @@ class Registry:
             KeyError: no such id.
         """
         with self._lock:
-            self.ids()
+            if id_ not in self._ids.values():
+                self.ids()
             path = next((path for path, known in self._ids.items() if known == id_), None)
             if path is None:
                 raise KeyError(id_)
-            version = _version(path)
-            entry = self._open.pop(id_, None)
-            if entry is None or entry.version != version:
-                entry = _opened(id_, path, version)
-            self._open[id_] = entry
-            while len(self._open) > _MOST_OPEN:
-                self._open.popitem(last=False)
+            if (known := self._known.get(id_)) and known.run is None:
+                del self._known[id_]  # perhaps it was locked, or half copied
+            entry = self._entry(path, id_)
+            self._used(id_)
             return entry
+
+    def _entry(self, path: Path, id_: str) -> Entry:
+        version = _version(path)
+        entry = self._known.get(id_)
+        if entry is None or entry.version != version:
+            entry = self._known[id_] = _opened(id_, path, version)
+            self._used(id_)
+        return entry
+
+    def _used(self, id_: str) -> None:
+        self._read[id_] = None
+        self._read.move_to_end(id_)
+        while len(self._read) > _MOST_READ:
+            oldest, _ = self._read.popitem(last=False)
+            entry = self._known.pop(oldest)
+            with suppress(RecordingError):  # it changed: the next look opens it
+                self._known[oldest] = replace(entry, run=entry.run and open_recording(entry.path))
 
     def id_of(self, path: Path | None) -> str | None:
         """The id under which a path is known."""
@@ -113,7 +133,7 @@ class Registry:
                 and other.looped != run.looped
                 and other.provenance["data_sha256"] == run.provenance["data_sha256"]
             ):
-                return entry
+                return self[entry.id]
         return None
 
     def pair(self, id_: str, other: str = "") -> Pair:

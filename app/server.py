@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import plotly
 from dash import ClientsideFunction, Dash, Input, Output, State, no_update
-from flask import Flask, Response, jsonify, redirect, request
+from flask import Flask, Response, jsonify, redirect, request, send_file
 
 from visitlens import __version__
 from visitlens.app import export, layout
@@ -24,6 +25,8 @@ _ASSETS = Path(__file__).with_name("assets")
 _COOKIE = "visitlens_access"
 _NOTEBOOKS = "http://localhost:* http://127.0.0.1:* vscode-webview:"
 _MOST_BYTES = 2_000_000
+_PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+_YEAR = 31_536_000
 _THREADS = 8
 _INDEX = """<!DOCTYPE html>
 <html lang="en">
@@ -33,6 +36,7 @@ _INDEX = """<!DOCTYPE html>
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="same-origin">
 <link rel="icon" href="data:,">
+<meta name="plotly" content="PLOTLY_JS">
 <title>visitlens</title>
 {%css%}
 </head>
@@ -94,7 +98,7 @@ def build(context: Context, access: Access | None = None) -> Dash:
         routes_pathname_prefix="/",
         serve_locally=True,
         suppress_callback_exceptions=True,
-        index_string=_INDEX,
+        index_string=_INDEX.replace("PLOTLY_JS", f"{context.prefix}plotly.min.js?v={plotly.__version__}"),
         enable_mcp=False,
         eager_loading=False,
     )
@@ -196,6 +200,13 @@ def _routes(server: Flask, context: Context) -> None:
     @server.get("/health")
     def _health() -> Response:
         return jsonify(status="ok", version=__version__, recordings=len(context.registry.ids()))
+
+    @server.get("/plotly.min.js")
+    def _plotly() -> Response:
+        response = send_file(_PLOTLY_JS, mimetype="text/javascript", conditional=True)
+        response.cache_control.max_age = _YEAR  # its address has the version
+        response.cache_control.public = True
+        return response
 
     @server.get("/export/<page>/<key>.<format_>")
     def _export(page: str, key: str, format_: str) -> Response:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.probe.opened import RecordedRun
 
 AGGREGATIONS = ("mean", "each", "token")
@@ -93,7 +94,7 @@ def fit(selection: Selection, run: RecordedRun) -> tuple[Selection, list[str]]:
             warnings.append(f"{run.name} has no {_NAMES.get(name, name)} {_shown(str(shown))}; it has {has}.")
             changes[name] = None
 
-    most = max(plan.visits.values())
+    most = common_visits(plan)
     check("layer", selection.layer in plan.visits, f"layers {min(plan.visits)} to {max(plan.visits)}")
     check("head", (selection.head or 0) < heads, f"heads 0 to {heads - 1}")
     check("token", (selection.token or 0) < tokens, f"{tokens:,} tokens")
@@ -102,6 +103,11 @@ def fit(selection: Selection, run: RecordedRun) -> tuple[Selection, list[str]]:
     if selection.metric:
         check("metric", selection.metric in run.measures, f"{len(run.measures)} measures")
     return selection.change(**changes), warnings
+
+
+def common_visits(plan: ExecutionPlan) -> int:
+    """How often every looped layer runs; 1 where none is looped. Layers may run unequally often: pairs are of visits all have."""
+    return min((plan.visits[layer] for layer in plan.looped_layers), default=1)
 
 
 def _value(name: str, text: str) -> Any:

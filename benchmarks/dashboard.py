@@ -1,8 +1,11 @@
-"""The dashboard's times and memory: first paint, click-through, a pooled attention map, 500 interactions.
+"""The dashboard as it is used: first paint, click-through, a map of 4,096 tokens, the server's memory over 500 interactions.
 
 python benchmarks/dashboard.py --tokens 1000000 --out benchmarks/results/dashboard.json
+python benchmarks/dashboard.py --recording run.vlens
 
-Each time is a median, by the wall and by the CPU: of the browser's main thread and of the server's process.
+The real command serves, a real Chromium looks. Milliseconds are the browser's own, from the navigation or the click: until
+the page is shown, and until the charts in sight are drawn. `browser` and `server` are what the page's main thread and the server's
+process computed meanwhile: their sum is what a quiet machine would take. Medians.
 """
 
 from __future__ import annotations
@@ -10,192 +13,250 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from playwright.sync_api import CDPSession, Page, sync_playwright
-from waitress.server import create_server
+from machine import describe
+from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 
-from visitlens.app.attention import pooled_difference
-from visitlens.app.context import Context
-from visitlens.app.layout import render
-from visitlens.app.plots import visit_maps
-from visitlens.app.registry import Registry
-from visitlens.app.server import build
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.figures.images import find_browser
-from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.ladder.documents import pack
 from visitlens.probe.statistics.base import Geometry
 
-SHOWN = "body:not([data-busy]) main .panels"
-STEPS = (
-    "layers?layer=1",
-    "heads?layer=1",
-    "attention?layer=1&head=2",
-    "tokens?layer=1&head=2&token=40",
-    "layers?visits=1-2",
-)
-PAGES = ("/", "/layers", "/heads", "/tokens", "/routing", "/residual", "/attention", "/figures", "/provenance")
+CLICKS = {
+    "Overview to Layers": "layers?metric=sink_mass",
+    "a layer": "heads?layer={layer}",
+    "a head": "attention?layer={layer}&head=1",
+    "Tokens": "tokens?layer={layer}&head=1",
+    "a token": "tokens?layer={layer}&head=1&token=41",
+    "a token far away": "tokens?layer={layer}&head=1&token={far}",
+    "Routing": "routing?layer={layer}",
+    "Residual": "residual?layer={layer}",
+    "another measure": "layers?metric=update_rms",
+    "Figures": "figures",
+    "Provenance": "provenance",
+    "back to the Overview": "",
+}
+MAP = "attention?layer=1&head=1&segment=0"
+WATCH = """
+window.until = (clicked) => new Promise((done) => {
+  const times = {};
+  const look = () => {
+    const page = document.querySelector("body:not([data-busy]) main .panels");
+    if (page && !times.shown) times.shown = performance.now();
+    const charts = [...document.querySelectorAll("main .chart")].filter((c) => {
+      const at = c.getBoundingClientRect();
+      return at.bottom > 0 && at.top < window.innerHeight;
+    });
+    if (page && charts.every((c) => c.querySelector(".graph[data-drawn]")))
+      { times.drawn = performance.now(); done(times); return; }
+    setTimeout(look, 5);
+  };
+  clicked ? setTimeout(look, 30) : look();
+});
+"""
+SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+SIZES |= {"head_dim": 8, "num_experts": 16, "expert_dim": 8, "experts_per_token": 4}
+SIZES |= {"loop_start": 1, "loop_stop": 3, "visits": 2}
 
 
-def make_recording(path: Path, tokens: int) -> None:
-    """A tiny looped model with random weights over random text, at level `tokens`."""
+def make_recording(path: Path, tokens: int, document: int, options: RecordingOptions) -> None:
+    """A tiny looped model with random weights over random documents of one length."""
     torch.set_num_threads(1)
-    sizes: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 16,
-        "num_layers": 4,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 4,
-    }
-    sizes |= {
-        "num_experts": 16,
-        "expert_dim": 8,
-        "experts_per_token": 4,
-        "context_length": 512,
-        "loop_start": 1,
-        "loop_stop": 3,
-        "visits": 2,
-    }
-    model = LoopedMoE(LoopedMoEConfig(**sizes))
+    model = LoopedMoE(LoopedMoEConfig(**SIZES, context_length=max(document, 512)))
     model.init_weights(1)
     rng = np.random.default_rng(0)
-    documents = [np.array([0, *rng.integers(3, 61, 255)], dtype=np.int32) for _ in range(-(-tokens // 256))]
-    text: PackedTokens = pack(documents, 512, 0, 2)
-    collector = StatisticsCollector(
-        Geometry.of(model.plan, model.config.to_dict()), int(text.document_groups(128).max()) + 1
-    )
-    options = RecordingOptions(level="tokens", batch=8)
-    record(
-        model.eval().requires_grad_(False),
-        text,
-        path,
-        collector,
-        options,
-        provenance={"text": "random", "note": "random weights"},
-    )
+    documents = [np.array([0, *rng.integers(3, 61, document - 1)], np.int32) for _ in range(-(-tokens // document))]
+    text = pack(documents, max(document, 512), 0, 2)
+    groups = int(text.document_groups(128).max()) + 1
+    collector = StatisticsCollector(Geometry.of(model.plan, model.config.to_dict()), groups)
+    made_of = {"text": "random", "note": "random weights"}
+    record(model.eval().requires_grad_(False), text, path, collector, options, provenance=made_of)
 
 
-def timed(page: Page, session: CDPSession, act: Callable[[], Any]) -> dict[str, float]:
-    """Seconds by the wall, of the browser's main thread, of this process (which serves)."""
+class Server:
+    """`visitlens app` over some recordings, as a process of its own."""
 
-    def busy() -> float:
-        metrics = session.send("Performance.getMetrics")["metrics"]
-        return next(m["value"] for m in metrics if m["name"] == "TaskDuration")
+    def __init__(self, *paths: Path) -> None:
+        command = [sys.executable, "-m", "visitlens", "app", *map(str, paths), "--port", "0", "--no-browser"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
 
-    wall, browser, server = time.perf_counter(), busy(), time.process_time()
-    act()
-    page.locator(SHOWN).first.wait_for(timeout=120_000)
-    found = {"wall": time.perf_counter() - wall, "server": time.process_time() - server}
-    after = busy()
-    return found | {"browser": after - browser if after >= browser else after}
+    def cpu(self) -> float:
+        """Milliseconds that it computed, start included."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
 
-
-def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
-
-
-def in_browser(url: str, repeats: int) -> dict[str, Any]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=find_browser(), args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        )
-        page = chromium.new_page(viewport={"width": 1280, "height": 800})
-        session = page.context.new_cdp_session(page)
-        session.send("Performance.enable")
-        cold = timed(page, session, lambda: page.goto(url))
-        first = [timed(page, session, lambda: page.goto(url)) for _ in range(repeats)]
-        clicks: dict[str, list[dict[str, float]]] = {step: [] for step in STEPS}
-        for step in STEPS * repeats:
-            clicks[step].append(
-                timed(page, session, lambda step=step: page.evaluate("(href) => window.visitlens.go(href)", url + step))
-            )
-            page.wait_for_timeout(200)
-        chromium.close()
-    return {
-        "overview, nothing cached": {k: round(v, 3) for k, v in cold.items()},
-        "overview, scripts cached": medians(first),
-        "click-through": {step: medians(runs) for step, runs in clicks.items()},
-    }
-
-
-def pooled(repeats: int) -> dict[str, float]:
-    """A 4096-token map at two visits: pooled, drawn, as JSON."""
-    rng = np.random.default_rng(0)
-    earlier, later = (np.tril(rng.random((4096, 4096), dtype=np.float32)).astype(np.float16) for _ in range(2))
-    seconds, size = [], 0
-    for _ in range(repeats):
-        start = time.process_time()
-        first, second, _ = pooled_difference(earlier, later)
-        names = [str(i) for i in first.row_starts]
-        maps = first.values.astype(np.float32), second.values.astype(np.float32)
-        figure = visit_maps(
-            LIGHT,
-            *maps,
-            titles=("a", "b", "c"),
-            rows=names,
-            columns=names,
-            row_title="query",
-            column_title="key",
-            unit="share of mass",
-        )
-        size = len(str(figure.to_json()))
-        seconds.append(time.process_time() - start)
-    return {"cpu": round(statistics.median(seconds), 3), "megabytes": round(size / 1e6, 2)}
-
-
-def memory(context: Context, interactions: int) -> dict[str, float]:
-    """Resident megabytes after a fifth of the interactions and at their end; each asks for another selection."""
-
-    def resident() -> float:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    def resident(self) -> float:
+        """Megabytes."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
-    early = 0.0
+    def render(self, query: str, theme: str) -> None:
+        """One answer of the page callback, as a browser asks for it."""
+        names = ("navigation.children", "bar.children", "main.children", "palette-entries.data", "title.data")
+        names += ("watch.disabled", "main.data-version")
+        body = {
+            "output": f"..{'...'.join(names)}..",
+            "outputs": [dict(zip(("id", "property"), name.split("."), strict=True)) for name in names],
+            "inputs": [{"id": "request", "property": "data", "value": {"href": self.url + query, "theme": theme}}],
+            "changedPropIds": ["request.data"],
+        }
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + "_dash-update-component", json.dumps(body).encode(), kind)
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
+
+
+@contextmanager
+def serving(*paths: Path) -> Iterator[Server]:
+    server = Server(*paths)
+    try:
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+
+
+@contextmanager
+def looking(chromium: Browser) -> Iterator[Page]:
+    """A page of a fresh profile."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 800})
+    context.add_init_script(WATCH)
+    yield context.new_page()
+    context.close()
+
+
+def busy(session: CDPSession) -> float:
+    """Milliseconds that the page's main thread computed since it was loaded."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(m["value"] for m in metrics if m["name"] == "TaskDuration") * 1000
+
+
+def opened(page: Page, server: Server, path: str = "") -> dict[str, float]:
+    """Loads an address; times count from the navigation."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before, idle = server.cpu(), busy(session)
+    page.goto(server.url + path)
+    found = page.evaluate("until(false)")
+    after = busy(session)
+    return {**found, "browser": after - idle if after >= idle else after, "server": server.cpu() - before}
+
+
+def clicked(page: Page, server: Server, path: str) -> dict[str, float]:
+    """Follows a link within the page; times count from the click."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before, idle = server.cpu(), busy(session)
+    go = "async (href) => { const at = performance.now(); window.visitlens.go(href); const t = await until(true);"
+    found = page.evaluate(go + " return { shown: t.shown - at, drawn: t.drawn - at }; }", server.url + path)
+    return {**found, "browser": busy(session) - idle, "server": server.cpu() - before}
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, int]:
+    return {f"{key} ms": round(statistics.median(run[key] for run in runs)) for key in runs[0]}
+
+
+def first_paint(chromium: Browser, server: Server, repeats: int) -> dict[str, Any]:
+    """Of the Overview: nothing cached (the server's first answer apart), then with scripts cached."""
+    cold, warm = [], []
+    for _ in range(repeats + 1):
+        with looking(chromium) as page:
+            cold.append(opened(page, server))
+            warm += [opened(page, server) for _ in range(2)]
+    found = {"server's first answer": medians(cold[:1]), "nothing cached": medians(cold[1:])}
+    return found | {"scripts cached": medians(warm)}
+
+
+def click_through(chromium: Browser, server: Server, repeats: int, places: dict[str, int]) -> dict[str, Any]:
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in CLICKS}
+    with looking(chromium) as page:
+        opened(page, server)
+        for round_ in range(repeats + 1):
+            for name, path in CLICKS.items():
+                found = clicked(page, server, path.format(**places))
+                runs[name].append(found)
+                page.wait_for_timeout(150)
+                if not round_:
+                    print(f"{name:24s} {found}", file=sys.stderr)
+    return {name: {"first": medians(found[:1]), "then": medians(found[1:])} for name, found in runs.items()}
+
+
+def pooled_map(chromium: Browser, folder: Path, repeats: int) -> dict[str, Any]:
+    """A head's maps of a 4,096-token document, made from Q and K, pooled: opened as a link, and by a click on another head."""
+    path = folder / "map.vlens"
+    make_recording(path, 4096, 4096, RecordingOptions(level="activations", sites=("Q", "K")))
+    with serving(path) as server, looking(chromium) as page:
+        opened(page, server, MAP)
+        shown = [opened(page, server, MAP) for _ in range(repeats)]
+        caption = page.inner_text("#panel-map .caption")
+        assert "Pooled 8x" in caption, caption
+        heads = [clicked(page, server, MAP.replace("head=1", f"head={n % 4}")) for n in range(2, 2 + repeats)]
+    return {"loaded": medians(shown), "another head": medians(heads)}
+
+
+def memory(server: Server, interactions: int, places: dict[str, int]) -> dict[str, float]:
+    """Resident megabytes; each interaction asks for another selection."""
+    paths = ("", "layers", "heads", "tokens", "routing", "residual", "attention", "figures", "provenance")
+    found: dict[str, float] = {"before": server.resident()}
     for i in range(interactions):
-        query = f"?layer={1 + i % 2}&head={i % 4}&token={(i * 37) % 4000}&metric={('sink_mass', 'update_rms', 'top8_overlap')[i % 3]}"
-        render(context, f"http://localhost{PAGES[i % len(PAGES)]}{query}", ("light", "dark")[i % 2])
-        if i == interactions // 5:
-            early = resident()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    return {"after a fifth": round(early, 1), "at the end": round(resident(), 1), "peak": round(peak, 1)}
+        metric = ("sink_mass", "update_rms", "top8_overlap")[i % 3]
+        layer, token = places["layer"] + i % 2, i * 37 % places["far"]
+        query = f"{paths[i % len(paths)]}?layer={layer}&head={i % 4}&token={token}&metric={metric}"
+        server.render(query, ("light", "dark")[i % 2])
+        for share in (5, 2):
+            if i == interactions // share:
+                found[f"after {i}"] = server.resident()
+    found[f"after {interactions}"] = server.resident()
+    return {key: round(value) for key, value in found.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--recording", type=Path, help="one that exists, instead of making one")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--interactions", type=int, default=500)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "large.vlens"
-        make_recording(path, options.tokens)
-        context = Context(Registry([path]))
-        server: Any = create_server(build(context).server, host="127.0.0.1", port=0, threads=4)
-        threading.Thread(target=server.run, daemon=True).start()
-        result = {
-            "tokens": options.tokens,
-            "cores": os.cpu_count(),
-            "load": round(os.getloadavg()[0], 1),
-            **in_browser(f"http://127.0.0.1:{server.effective_port}/", options.repeats),
-            "4096-token map, pooled": pooled(options.repeats),
-            f"megabytes over {options.interactions} interactions": memory(context, options.interactions),
-        }
+    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
+        folder = Path(temporary)
+        path = options.recording or folder / "large.vlens"
+        if options.recording is None:
+            make_recording(path, options.tokens, 256, RecordingOptions(level="tokens", batch=8))
+        manifest = json.loads((path / "manifest.json").read_text())
+        layers = manifest["run"]["layers"]
+        tokens = sum(shard["token_count"] for shard in manifest["shards"])
+        places = {"layer": next(n for n in layers if layers.count(n) > 1), "far": tokens * 7 // 10}
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = playwright.chromium.launch(executable_path=find_browser(), args=arguments)
+        with serving(path) as server:
+            result = {
+                "recording": {"tokens": tokens, "level": manifest["run"]["config"]["options"]["level"]},
+                "machine": describe(),
+                "browser": f"Chromium {re.sub(r'[.].*', '', chromium.version)}",
+                "overview": first_paint(chromium, server, options.repeats),
+                "click-through": click_through(chromium, server, options.repeats, places),
+                "server's megabytes": memory(server, options.interactions, places),
+            }
+        result["4096-token map, pooled"] = pooled_map(chromium, folder, options.repeats)
+        chromium.close()
     text = json.dumps(result, indent=1)
     print(text)
     if options.out:

@@ -23,7 +23,8 @@ _TOP = 8
 @dataclass(frozen=True)
 class AttentionRule:
     """`scale` of the scores; `window`: keys a query sees, itself included; `sinks [head]`: logits of a slot that takes
-    mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept."""
+    mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept;
+    `among_visited`: keys are only the tokens that are at the visit."""
 
     scale: float
     window: int | None = None
@@ -31,11 +32,12 @@ class AttentionRule:
     sinks: Tensor | None = None
     soft_cap: float | None = None
     from_map: bool = False
+    among_visited: bool = False
 
     @property
     def in_kernels(self) -> bool:
         """Whether the kernels form these rows from Q and K."""
-        return self.causal and not self.from_map
+        return self.causal and not self.from_map and not self.among_visited
 
     def pattern(self, q: Tensor, k: Tensor) -> Tensor:
         """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""
@@ -83,7 +85,8 @@ def map_overlaps(
         tops = [_top(p) for p in maps] if overlaps else []
         for v, p in enumerate(maps):
             entropy = torch.special.entr(p).sum(-1)  # over keys; what a learned sink takes is no outcome
-            rows[v].append(torch.stack([torch.full_like(entropy, torch.nan), p[..., 0], p[..., :4].sum(-1), entropy]))
+            unknown, learned = torch.full_like(entropy, torch.nan), 1 - p.sum(-1)
+            rows[v].append(torch.stack([unknown, p[..., 0], p[..., :4].sum(-1), entropy, learned]))
         for a, b in pairs:
             across[a, b].append(_overlap(maps[a], maps[b], tops[a], tops[b], seen[a]))
         if overlaps and heads > 1:

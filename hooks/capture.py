@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
+VISITED = "visited"
+"""Among captured values: [context, position] whether a token is really at the step; of steps where halting or routing decides."""
 _MUCH = 100_000_000  # bytes; giving memory back costs about a tenth of a second per GB
 
 
@@ -53,6 +55,7 @@ class Captured:
         self.absent, self.widths = absent or {}, widths or {}
         self.rules: dict[int, AttentionRule] = {}
         self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
+        self._versions: dict[tuple[str, int], int] = {}
 
     def get(self, site: str, layer: int, visit: int) -> Tensor:
         """Raises InputError where the site wasn't captured or there is no such visit."""
@@ -65,12 +68,27 @@ class Captured:
         except KeyError:
             if why := self.absent.get(site, {}).get(step):
                 raise InputError(f"{self.plan.steps[step]} has no site {site!r}: {why}") from None
+            if (there := self.held(VISITED, step)) is not None and not there.any():
+                raise InputError(
+                    f"{self.plan.steps[step]} has no tokens: all had halted, and the loop ended before it"
+                ) from None
             raise InputError(
                 f"site {site!r} has no value at step {step}: run the model inside the capture first"
             ) from None
 
     def store(self, site: str, step: int, value: Tensor) -> None:
-        self._values.setdefault(site, {})[step] = value.detach()
+        """By reference; `overwritten` says which values the model has changed in place since."""
+        self._values.setdefault(site, {})[step] = value = value.detach()
+        if not value.is_inference():  # those count no versions
+            self._versions[site, step] = value._version
+
+    def overwritten(self) -> frozenset[str]:
+        """Sites with a value that isn't what was stored any more."""
+        return frozenset(
+            site
+            for (site, step), version in self._versions.items()
+            if (value := self.held(site, step)) is not None and value._version != version
+        )
 
     def held(self, site: str, step: int) -> Tensor | None:
         """The value, if there is one yet."""
@@ -85,6 +103,7 @@ class Captured:
         held = sum(value.nbytes for values in self._values.values() for value in values.values())
         for values in self._values.values():
             values.clear()
+        self._versions.clear()
         if held > _MUCH:
             return_freed_memory()
 
@@ -148,21 +167,37 @@ class StepValues:
         else:
             lengths = [end - start for start, end in with_padding.spans if bool(real[start])]
             self.segments = Segments((0, *torch.tensor(lengths).cumsum(0).tolist()))
+        self.written: Tensor | None = None
+        """[token] which ones the model generated, where it did."""
+        self.counted: Tensor | None = None
+        """[token] which ones are to be counted at work; None: all."""
         self._flat: dict[tuple[str, int], Tensor] = {}
         self._norms: dict[tuple[str, int], Tensor] = {}
 
     def site(self, name: str, step: int) -> Tensor:
-        """NaN (expert 0) at a step that lacks the site."""
+        """NaN (expert 0) at a step that lacks the site, or before which the loop ended."""
         if (name, step) not in self._flat:
-            if step in self._captured.absent.get(name, {}):
-                self._flat[name, step] = self._nothing_at(name)
-            else:
-                value = self._captured.at(name, step).flatten(0, 1)
-                self._flat[name, step] = value if self._keep is None else value[self._keep]
+            lacking = step in self._captured.absent.get(name, {}) or self._halted(step)
+            self._flat[name, step] = self._nothing_at(name) if lacking else self._real(self._captured.at(name, step))
         return self._flat[name, step]
 
+    def visited(self, step: int) -> Tensor | None:
+        """[token] on the CPU: whether it is really at the step. None where every token is."""
+        there = self._captured.held(VISITED, step)
+        return None if there is None else self._real(there).cpu()
+
+    def _halted(self, step: int) -> bool:
+        there = self._captured.held(VISITED, step)
+        return there is not None and self._captured.held(self._captured.sites[0], step) is None and not there.any()
+
+    def _real(self, value: Tensor) -> Tensor:
+        """[token, ...] of [context, position, ...], padding left out."""
+        value = value.flatten(0, 1)
+        return value if self._keep is None else value[self._keep.to(value.device)]
+
     def _nothing_at(self, name: str) -> Tensor:
-        having = [s.index for s in self.plan.steps if s.index not in self._captured.absent[name]]
+        absent = self._captured.absent.get(name, {})
+        having = [s.index for s in self.plan.steps if s.index not in absent and not self._halted(s.index)]
         if not having:
             return torch.full((self.segments.num_tokens, *self._captured.widths[name]), float("nan"))
         like = self.site(name, having[0])
@@ -189,6 +224,18 @@ class StepValues:
         return keys.clamp(max=min(windows)) if windows else keys
 
     @cached_property
+    def keys_seen(self) -> Tensor:
+        """[token, step] as `visible_keys`; where a step has only some tokens as keys, those of them."""
+        keys = self.visible_keys.unsqueeze(1).repeat(1, len(self.plan))
+        starts = torch.tensor([start for start, end in self.segments.spans for _ in range(end - start)])
+        for step in range(len(self.plan)):
+            rule, there = self._captured.rules.get(step), self.visited(step)
+            if rule is not None and rule.among_visited and there is not None:
+                so_far = there.cumsum(0)
+                keys[:, step] = so_far - so_far[starts] + there[starts]
+        return keys
+
+    @cached_property
     def attention_rows(self) -> list[RowStatistics]:
         """One a step."""
         rows = {}
@@ -212,9 +259,11 @@ class StepValues:
         """Rows of the visits of one layer, and what they share."""
         if steps[0] in self._captured.absent.get("Q", {}):
             return self._no_rows(len(steps))
-        rules = [self._captured.rules.get(step) for step in steps]
+        rules = [self._captured.rules.get(step, self._captured.rules.get(steps[0])) for step in steps]
         visits = [self._queries_and_keys(step) for step in steps]
-        first = rules[0] or AttentionRule(visits[0][0].shape[-1] ** -0.5)  # the same at every visit of a layer
+        first = next((rule for rule in rules if rule is not None and rule.among_visited), rules[0]) or AttentionRule(
+            visits[0][0].shape[-1] ** -0.5
+        )  # the same at every visit of a layer
         if first.in_kernels:
             fixed = {"window": first.window, "soft_cap": first.soft_cap, "sinks": first.sinks}
             if overlaps:
@@ -223,10 +272,16 @@ class StepValues:
             return VisitOverlaps(rows, {}, None)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
-            rule = rules[visit]
-            if rule is not None and rule.from_map:
+            rule, there = cast(AttentionRule, rules[visit]), self.visited(steps[visit])
+            if rule.from_map:
                 return self._document_map(steps[visit], start, end)
-            return cast(AttentionRule, rule).pattern(*(x[start:end] for x in visits[visit]))
+            q, k = (x[start:end] for x in visits[visit])
+            if there is None or not rule.among_visited:
+                return rule.pattern(q, k)
+            at = there[start:end].nonzero().squeeze(1)
+            p = q.new_zeros(q.shape[1], len(q), len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+            p[:, at[:, None], at] = rule.pattern(q[at], k[at])
+            return p
 
         return map_overlaps(cast(list[AttentionRule], rules), pattern, self.segments, overlaps)
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from visitlens.kernels.errors import InputError
+
+
+def document_hashes(documents: Sequence[np.ndarray]) -> np.ndarray:
+    """[document] u8: the first 8 bytes of the SHA-256 of each one's token ids i4."""
+    hashes = [int.from_bytes(hashlib.sha256(d.tobytes()).digest()[:8], "little") for d in documents]
+    return np.array(hashes, dtype=np.uint64)
 
 
 @dataclass(frozen=True)
@@ -16,12 +23,14 @@ class PackedTokens:
 
     `tokens [context, position]` i4, `segments [context, position]` i4 (rising over the whole sample, -1 = padding),
     `segment_document [segment]` i4, `document_hash [document]` u8: the first 8 bytes of the SHA-256 of its token ids.
+    `generated [context, position]` i4, of texts that a model wrote, one a context: 0 in the prompt, n at the n-th token after it.
     """
 
     tokens: np.ndarray
     segments: np.ndarray
     segment_document: np.ndarray
     document_hash: np.ndarray
+    generated: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -31,7 +40,8 @@ class PackedTokens:
     @property
     def sha256(self) -> str:
         digest = hashlib.sha256()
-        for array in (self.tokens, self.segments, self.segment_document):
+        written = () if self.generated is None else (self.generated,)
+        for array in (self.tokens, self.segments, self.segment_document, *written):
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
@@ -42,7 +52,14 @@ class PackedTokens:
         rows = int(np.searchsorted(np.cumsum((self.segments >= 0).sum(1)), tokens)) + 1
         segments = self.segments[:rows]
         owners = self.segment_document[: int(segments.max()) + 1]
-        return PackedTokens(self.tokens[:rows], segments, owners, self.document_hash[: int(owners.max()) + 1])
+        generated = None if self.generated is None else self.generated[:rows]
+        hashes = self.document_hash[: int(owners.max()) + 1]
+        return PackedTokens(self.tokens[:rows], segments, owners, hashes, generated)
+
+    def documents_in(self, rows: slice) -> np.ndarray:
+        """Hashes of the documents in some contexts, each once and rising."""
+        segments = self.segments[rows]
+        return np.unique(self.document_hash[self.segment_document[np.unique(segments[segments >= 0])]])
 
     def document_groups(self, groups: int) -> np.ndarray:
         """[document] group by token hash; each its own group where there are no more documents than groups."""

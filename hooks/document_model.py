@@ -18,7 +18,7 @@ from visitlens.hooks.capture import Captured
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.kernels.segments import Segments
 
 Change = Callable[[str, Step, Tensor], Tensor | None]
@@ -37,10 +37,16 @@ class Part:
     whole: bool
 
 
+class OverwrittenError(VisitlensError, RuntimeError):
+    """A model changed values in place after they were read; they are copied from then on."""
+
+
 class DocumentModel(InstrumentedModel):
-    """`part` is the batch of documents at work, None where the model is run past `__call__`."""
+    """`part` is the batch of documents at work, None where the model is run past `__call__`. `copied` are sites that the model
+    overwrites in place after they are read: found out at the first forward, and kept as copies."""
 
     part: Part | None = None
+    copied: frozenset[str] = frozenset()
 
     @abstractmethod
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
@@ -62,8 +68,11 @@ class DocumentModel(InstrumentedModel):
         logits = None
         for part in _parts(tokens, segments):
             self.part = part
+            documents = tokens.flatten()[part.index.to(tokens.device)].long()
             try:
-                piece = self.run_documents(tokens.flatten()[part.index.to(tokens.device)].long(), return_type)
+                piece = self.run_documents(documents, return_type)
+            except OverwrittenError:
+                piece = self.run_documents(documents, return_type)
             finally:
                 self.part = None
             if piece is None:
@@ -82,15 +91,30 @@ class DocumentModel(InstrumentedModel):
     def place(self, captured: Captured, site: str, step: int, value: Tensor, batch: tuple[int, ...]) -> None:
         """Stores a site's value of the batch at work. What is padding is NaN (0 in a pattern, and for expert ids)."""
         value = value.detach()
-        if value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
+        if site in SITES and value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
             value = value.unflatten(0, batch)
         part = self.part
-        if part is None:
-            captured.store(site, step, value)
-        elif part.whole and site != "P":
-            captured.store(site, step, value.flatten(0, 1).unflatten(0, (part.contexts, part.length)))
-        else:
+        if part is not None and (site == "P" or not part.whole):
             captured.store(site, step, _placed(part, captured.held(site, step), site, value))
+            return
+        if site in self.copied or value.is_inference():
+            value = value.clone()
+        if part is not None and value.shape[:2] != (part.contexts, part.length):
+            value = value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
+        captured.store(site, step, value)
+
+    def check_kept(self, captured: Captured) -> None:
+        """At the end of a forward: what was read is what is kept.
+
+        Raises:
+            OverwrittenError: the model has changed some of it in place.
+        """
+        if found := captured.overwritten():
+            self.copied |= found
+            raise OverwrittenError(
+                f"{self.config.family} overwrites {', '.join(sorted(found))} in place after they were read; they are copied from now "
+                "on: run the forward again"
+            )
 
     def changed(self, change: Change, site: str, step: Step, value: Tensor, batch: tuple[int, ...]) -> Tensor | None:
         """What `change` makes of a site's value of the batch at work, in the value's own shape; None where nothing changes.

@@ -132,6 +132,8 @@ def open_gated(path: Path, *, trusted: bool = False, expected_bytes: int | None 
             with _no_plugins():
                 opened = h5f.open(f"/dev/fd/{descriptor}".encode(), h5f.ACC_RDONLY)
         except (OSError, RuntimeError) as error:
+            if "unable to lock" in str(error):
+                raise RecordingError(f"{path}: locked by another program: close it there, or copy the file") from error
             raise RecordingError(f"{path}: not a readable HDF5 file ({error}); it is damaged") from error
     file = h5py.File(opened)
     try:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture import VISITED, Captured, capture
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
@@ -101,7 +102,7 @@ def capture_generation(
     with capture(model, sites) as captured:
         for generated in range(max_new_tokens + 1):  # the last token's own states are kept too
             logits = decode(new, tokens.shape[1] - new.shape[1])
-            for site, step, value in _values(captured, model.plan):
+            for site, step, value in _values(captured, sites):
                 parts[site].setdefault(step, []).append(value)
             if generated < max_new_tokens:
                 new = logits[:, -1].argmax(-1, keepdim=True)
@@ -113,15 +114,86 @@ def capture_generation(
     return result
 
 
-def _values(captured: Captured, plan: ExecutionPlan) -> Iterator[tuple[str, int, Tensor]]:
-    for site in captured.sites:
-        for step in plan.steps:
+@torch.no_grad()
+def generate(
+    model: LoopedMoE | InstrumentedModel, prompt: Tensor, max_new_tokens: int, stop: int | None = None
+) -> Tensor:
+    """The prompt [1, position] continued greedily, through the model's cache, to `max_new_tokens` more or the token `stop`.
+
+    Raises:
+        InputError: a model that has no cache.
+    """
+    decode = _decoder(model)
+    tokens, new = prompt, prompt
+    for _ in range(max_new_tokens):
+        new = decode(new, tokens.shape[1] - new.shape[1])[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, new], dim=1)
+        if stop is not None and int(new) == stop:
+            break
+    return tokens
+
+
+@torch.no_grad()
+def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Tensor, generated: Tensor) -> Captured:
+    """Runs texts as they were written, inside a capture: each prompt at once, then token by token through the model's cache.
+
+    `tokens`, `generated [context, position]`: one text a context; 0 in the prompt, n at the n-th token after it, -1 behind
+    the text. The values of all contexts, [context, position, ...] as of one forward over them.
+    """
+    whole = Captured(captured.plan, captured.sites, captured.absent, captured.widths)
+    for row in range(len(tokens)):
+        decode = _decoder(model)
+        prompt, length = int((generated[row] == 0).sum()), int((generated[row] >= 0).sum())
+        for first, last in [(0, prompt), *((at, at + 1) for at in range(prompt, length))]:
+            decode(tokens[row : row + 1, first:last], first)
+            whole.rules.update(captured.rules)
+            # P is kept unasked where rows can't be had from Q and K.
+            for site, step, value in _values(captured, dict.fromkeys((*captured.sites, "P", VISITED))):
+                _put(whole, site, step, value[0], row, first, tuple(tokens.shape))
+    return whole
+
+
+def _put(whole: Captured, site: str, step: int, value: Tensor, row: int, first: int, shape: tuple[int, ...]) -> None:
+    """Values of a text's tokens from `first` on, in their places. Of a pattern [head, query, key] the keys are the last ones up
+    to the query: a cache of a sliding window keeps no others."""
+    buffer = whole.held(site, step)
+    if buffer is None:
+        contexts, length = shape
+        sizes = (contexts, len(value), length, length) if site == "P" else (contexts, length, *value.shape[1:])
+        buffer = value.new_full(sizes, float("nan") if value.is_floating_point() and site != "P" else 0)
+        whole.store(site, step, buffer)
+    if site == "P":
+        last = first + value.shape[1]
+        buffer[row, :, first:last, last - value.shape[2] : last] = value
+    else:
+        buffer[row, first : first + len(value)] = value
+
+
+def check_generation(
+    model: LoopedMoE | InstrumentedModel, tokens: Tensor, prompt_length: int, sites: Iterable[str]
+) -> None:
+    """Raises PlanError unless a text [1, position], run as it was written, has the values of one forward over it."""
+    sites = [site for site in sites if site not in ("experts", "P")]
+    generated = torch.zeros_like(tokens)
+    generated[:, prompt_length:] = torch.arange(1, tokens.shape[1] - prompt_length + 1)
+    with capture(model, sites) as captured:
+        values = replay(model, captured, tokens, generated)
+    parts = {
+        site: {s: values.at(site, s) for s in range(len(model.plan)) if values.held(site, s) is not None}
+        for site in sites
+    }
+    _compare(model, CapturedGeneration(model.plan, tokens, prompt_length, parts))
+
+
+def _values(captured: Captured, sites: Iterable[str]) -> Iterator[tuple[str, int, Tensor]]:
+    for site in sites:
+        for step in captured.plan.steps:
             value = captured.held(site, step.index)
             if value is not None:
                 yield site, step.index, value
 
 
-def _decoder(model: LoopedMoE | AdaptedModel) -> Callable[[Tensor, int], Tensor]:
+def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Tensor]:
     """Logits of new tokens from a position on, with the past in a cache."""
     if isinstance(model, LoopedMoE):
         native = model.new_cache()
@@ -132,28 +204,39 @@ def _decoder(model: LoopedMoE | AdaptedModel) -> Callable[[Tensor, int], Tensor]
             return logits
 
         return decode_native
+    if not isinstance(model, AdaptedModel):
+        raise InputError(
+            f"{model.config.family} is read through another tool, which doesn't generate: use visitlens.adapt"
+        )
     held: dict[str, Any] = {}
 
     def decode(new: Tensor, position: int) -> Tensor:
         options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
         result = model.model(new, **options)
-        cache = getattr(result, "cache", None)
-        if cache is None:
+        if not (cache := cache_of(result)):
             raise InputError(
                 f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
             )
-        held["cache"] = cache
+        held.update(cache)
         return model.family.logits(result)
 
     return decode
 
 
-def _compare(model: LoopedMoE | AdaptedModel, generation: CapturedGeneration) -> None:
+def cache_of(result: Any) -> dict[str, Any]:
+    """The argument that hands a forward's cache on to the next one; nothing where there is none."""
+    for name in ("cache", "past_key_values"):
+        if (cache := getattr(result, name, None)) is not None:
+            return {name: cache}
+    return {}
+
+
+def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:
     """Against one forward over all tokens. A cache that mixes visits spoils every token; a flipped expert spoils few."""
     sites = [site for site in generation.values if site != "experts"]
     with capture(model, sites) as captured:
         model(generation.tokens, return_type="none")
-    for site, step, whole in _values(captured, generation.plan):
+    for site, step, whole in _values(captured, sites):
         cached = generation.values[site][step]
         limit = _TOLERANCE.get(whole.dtype, _HALF_PRECISION) * whole.abs().amax().clamp(min=1e-30)
         off = ((cached - whole).flatten(2).abs().amax(-1) > limit)[:, generation.prompt_length :]

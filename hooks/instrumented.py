@@ -43,6 +43,10 @@ class ModelFacts:
     missing: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    learned_sink: bool = False
+    """Whether attention rows sum to 1 together with a slot of the model's own."""
+    ragged: bool = False
+    """Whether halting or routing leaves tokens out of visits."""
     order: tuple[int, ...] = ()
     """Physical layer of each step: part of a recording's identity, where loops are counted at run time."""
     layer_names: tuple[str, ...] = ()

@@ -7,8 +7,7 @@ process, another, another machine) is not its business: it hands out `ShardTask`
 from __future__ import annotations
 
 import hashlib
-import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import h5py
 import numpy as np
 
 from visitlens.hooks import schema
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.gate import passed
 from visitlens.hooks.recording import committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import commit, commit_json
+from visitlens.hooks.shards import commit_json, committing
 from visitlens.hooks.untrusted import held
 from visitlens.kernels.errors import RecordingError
 
@@ -42,11 +42,12 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class Shard:
-    """One that is committed: the manifest's entry, the run in its header, and its totals."""
+    """One that is committed: the manifest's entry, the run in its header, its totals, and its documents' hashes."""
 
     entry: dict[str, Any]
     run: dict[str, Any]
     totals: dict[str, GroupTotals]
+    documents: np.ndarray | None = None
 
 
 def read_shard(path: Path, *, trusted: bool = False) -> Shard:
@@ -61,20 +62,34 @@ def read_shard(path: Path, *, trusted: bool = False) -> Shard:
     with passed(path, trusted=trusted) as gated:
         run = schema.read_header(gated.file, gated.where)
         numbers = schema.read_numbers(gated.file, schema.SHARD_NUMBERS, gated.where)
-        totals = schema.read_totals(gated)
+        totals, documents = schema.read_totals(gated), schema.read_documents(gated)
     numbers.pop("complete")
-    return Shard({"name": path.name, "bytes": size, "sha256": digest, **numbers}, run, totals)
+    return Shard({"name": path.name, "bytes": size, "sha256": digest, **numbers}, run, totals, documents)
+
+
+def all_documents(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
+    """Hashes of the documents in any part, each once and rising; None where one part's aren't known."""
+    known = list(parts)
+    return None if any(part is None for part in known) else np.unique(np.concatenate([*known, np.empty(0, np.uint64)]))
 
 
 class Ledger:
     """The state of one recording while it is written. Use under `sole_writer`.
 
     `real_tokens [context]` counts what isn't padding; `batch` contexts go through the model together, so that every
-    shard begins at a multiple of it.
+    shard begins at a multiple of it. With the contexts themselves, a recording of the first of them is gone on with.
     """
 
-    def __init__(self, path: Path, run: Mapping[str, Any], real_tokens: np.ndarray, batch: int) -> None:
-        self.path, self.run, self.batch = path, dict(run), batch
+    def __init__(
+        self,
+        path: Path,
+        run: Mapping[str, Any],
+        real_tokens: np.ndarray,
+        batch: int,
+        contexts: PackedTokens | None = None,
+    ) -> None:
+        self.path, self.run, self.batch, self.contexts = path, dict(run), batch, contexts
+        self.documents: np.ndarray | None = np.empty(0, np.uint64)
         self.first_token = np.concatenate([[0], np.cumsum(real_tokens)])
         self.shards: list[dict[str, Any]] = []
         self.totals: dict[str, GroupTotals] = {}
@@ -125,7 +140,8 @@ class Ledger:
                 "recording again then fills the gap"
             )
         # The process may have died between a shard and its entry in summary and manifest.
-        if self.shards and (len(listed) != len(self.shards) or not self._has(schema.SUMMARY)):
+        stale = len(listed) != len(self.shards) or not self._has(schema.SUMMARY)
+        if self.shards and (stale or read_manifest(self.path)["run"] != self.run):
             self.commit()
 
     def tasks(self, shard_tokens: int, workers: int = 1) -> Iterator[ShardTask]:
@@ -166,35 +182,63 @@ class Ledger:
         if overlap := first_overlap(self.shards):
             raise RecordingError(f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens")
         schema.add_totals(self.totals, shard.totals)
+        self.documents = all_documents([self.documents, shard.documents])
 
     def commit(self) -> None:
         """Writes summary and manifest."""
-        write_caches(self.path, self.run, self.shards, self.totals)
+        write_caches(self.path, self.run, self.shards, self.totals, self.documents)
 
     def _same_run(self, run: dict[str, Any]) -> None:
-        if run["config_sha256"] != self.run["config_sha256"]:
-            raise RecordingError(
-                f"{self.path}: holds a recording with another configuration ({_difference(run['config'], self.run['config'])}). "
-                "Choose another path, or remove it"
-            )
         if self.shards and run["run_uuid"] != self.run["run_uuid"]:
             raise RecordingError(f"{self.path}: holds shards of two runs; `visitlens validate` names them")
-        self.run = run
+        if run["config_sha256"] == self.run["config_sha256"]:
+            self.run = run
+        elif run["config_sha256"] not in (known := self.run.get("extends", [])):
+            self._check_beginning(run)
+            extends = list(dict.fromkeys([*known, *run.get("extends", []), run["config_sha256"]]))
+            self.run = {**self.run, "run_uuid": run["run_uuid"], "extends": extends}
+
+    def _check_beginning(self, run: dict[str, Any]) -> None:
+        """Raises RecordingError unless `run` is of the first contexts of this text and alike in all else."""
+        theirs, ours, contexts = run["config"], self.run["config"], self.contexts
+        part = None
+        if contexts is not None and {**theirs, "data_sha256": ""} == {**ours, "data_sha256": ""}:
+            part = contexts.first_contexts(min(max(run["tokens"], 1), contexts.num_tokens))
+        if contexts is None or part is None or part.sha256 != theirs["data_sha256"]:
+            raise RecordingError(
+                f"{self.path}: holds a recording with another configuration ({_difference(theirs, ours)}). "
+                "Choose another path, or remove it"
+            )
+        before, after = (each.document_groups(ours["options"]["groups"]) for each in (part, contexts))
+        if (
+            len(part.tokens) % self.batch
+            or not np.array_equal(before, after[: len(before)])
+            or before.max() < after.max()
+        ):
+            raise RecordingError(
+                f"{self.path}: holds the first {run['tokens']:,} tokens of this text and can't be gone on with: "
+                f"{'its last batch is not full' if len(part.tokens) % self.batch else 'more documents make other document groups'}. "
+                "Choose another path, or remove it"
+            )
 
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
 
 
 def write_caches(
-    path: Path, run: Mapping[str, Any], shards: list[dict[str, Any]], totals: Mapping[str, GroupTotals]
+    path: Path,
+    run: Mapping[str, Any],
+    shards: list[dict[str, Any]],
+    totals: Mapping[str, GroupTotals],
+    documents: np.ndarray | None,
 ) -> None:
     """Summary, then manifest, each atomically."""
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+    about = sum(array.nbytes for measure in totals.values() for array in (measure.total, measure.count))
+    with committing(path / schema.SUMMARY, about) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
         tokens = sum(shard["token_count"] for shard in shards)
         schema.write_header(file, run, {"token_count": tokens, "shard_count": len(shards)})
         schema.write_totals(file, totals)
-    commit(path / schema.SUMMARY, buffer.getbuffer())
+        schema.write_documents(file, documents)
     manifest = {"format": schema.FORMAT, "schema_version": schema.SCHEMA_VERSION, "run": run, "shards": shards}
     commit_json(path / schema.MANIFEST, manifest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
+import itertools
 import json
 import shutil
 import uuid
@@ -14,25 +14,26 @@ from typing import Any
 
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
-from visitlens.hooks.ledger import read_shard, write_caches
+from visitlens.hooks.ledger import all_documents, read_shard, write_caches
 from visitlens.hooks.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import check_room, commit, sole_writer
+from visitlens.hooks.shards import check_room, committing, sole_writer
 from visitlens.kernels.errors import InputError, RecordingError
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np
 
 
-def merge(paths: list[Path], out: Path) -> Path:
+def merge(paths: list[Path], out: Path, *, allow_duplicates: bool = False) -> Path:
     """Writes the recordings at `paths`, in this order, as one at `out`.
 
     Parts of one run (copied from several machines) keep their tokens' places and may share shards. Runs over different
-    text follow one another: tokens, contexts and segments are renumbered, documents and groups added.
+    text follow one another: tokens, contexts and segments are renumbered, documents added, and grouped as one run over all of
+    the text would group them. A document that two of them hold would count twice: refused, unless `allow_duplicates`.
 
     Raises:
         InputError: fewer than two, or `out` exists.
-        RecordingError: another model, dtype, options or measures; parts that overlap.
+        RecordingError: another model, dtype, options or measures; parts that overlap, or share documents.
     """
     if len(paths) < 2 or out.exists():
         raise InputError(f"{out}: exists; choose another path" if out.exists() else "expected two recordings or more")
@@ -46,7 +47,10 @@ def merge(paths: list[Path], out: Path) -> Path:
         with sole_writer(partial):
             (partial / schema.SHARDS).mkdir()
             one_run = len({part.run["config_sha256"] for part in parts}) == 1
-            _union(parts, partial) if one_run else _sequence(parts, partial)
+            if one_run:
+                _union(parts, partial)
+            else:
+                _sequence(parts, partial, allow_duplicates)
         (partial / "writer.lock").unlink()
         partial.rename(out)
     finally:
@@ -66,12 +70,13 @@ def _same_configuration(one: Recording, two: Recording) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard of `part`, its entry there and in the merged recording, and where that part's document groups begin."""
+    """A shard of `part`, its entry there and in the merged recording, and the group there of each of that part's document
+    groups (None: the same)."""
 
     part: Recording
     old: dict[str, Any]
     new: dict[str, Any]
-    first_group: int = 0
+    groups: np.ndarray | None = None
 
 
 def _union(parts: list[Recording], out: Path) -> None:
@@ -87,36 +92,80 @@ def _union(parts: list[Recording], out: Path) -> None:
     _write(out, parts[0].run, jobs)
 
 
-def _sequence(parts: list[Recording], out: Path) -> None:
-    """One text after another. Groups by hash are the same in all; where a document is a group of its own, they line up."""
+def _sequence(parts: list[Recording], out: Path, allow_duplicates: bool) -> None:
+    """One text after another."""
     for part in parts:
         if not part.complete:
             raise RecordingError(f"{part.path}: unfinished; finish it before it is merged with other text")
-    run = _joined_run(parts)
-    by_hash = all(part.documents > run["config"]["options"]["groups"] for part in parts)
+    hashes = [part.document_hashes for part in parts]
+    shared = _shared(hashes)
+    if len(shared) and not allow_duplicates:
+        raise RecordingError(
+            f"{len(shared):,} {'document is' if len(shared) == 1 else 'documents are'} in more than one of these recordings "
+            f"(the first has the hash {int(shared[0]):016x}) and would count twice; --allow-duplicates merges them so"
+        )
+    run = _joined_run(parts, hashes, len(shared))
+    places, groups = _group_places(parts, hashes, run["config"]["options"]["groups"])
     grouped = {name for part in parts for name, t in part.totals.items() if t.total.shape[0] > 1} or set(
         parts[0].totals
     )
     jobs: list[_Job] = []
-    token = context = group = 0
-    for part in parts:
+    token = context = 0
+    for part, place in zip(parts, places, strict=True):
         for old in part.shards:
             new = _renamed(old, len(jobs))
             new |= {"token_start": token + old["token_start"], "context_start": context + old["context_start"]}
-            jobs.append(_Job(part, old, new, group))
+            jobs.append(_Job(part, old, new, place))
         token += part.run["tokens"]
         context += sum(entry["context_count"] for entry in part.shards)
-        group += max(totals.total.shape[0] for totals in part.totals.values())
-    _write(out, run, jobs, {} if by_hash else dict.fromkeys(grouped, group), renumber=True)
+    _write(out, run, jobs, dict.fromkeys(grouped, groups), renumber=True)
 
 
-def _joined_run(parts: list[Recording]) -> dict[str, Any]:
+def _shared(hashes: list[np.ndarray | None]) -> np.ndarray:
+    """Documents that more than one part is known to hold."""
+    known = [part for part in hashes if part is not None]
+    values, times = np.unique(np.concatenate([*known, np.empty(0, np.uint64)]), return_counts=True)
+    return values[times > 1]
+
+
+def _group_places(
+    parts: list[Recording], hashes: list[np.ndarray | None], most: int
+) -> tuple[list[np.ndarray | None], int]:
+    """For each part the merged recording's group of each of its groups; how many there are. By the documents' hashes, as
+    one run over all of the text would; where they aren't known, groups by hash stay and others line up."""
+    sizes = [max(totals.total.shape[0] for totals in part.totals.values()) for part in parts]
+    union = all_documents(hashes)
+    if union is None:
+        if all(part.documents > most for part in parts):
+            return [None] * len(parts), max(sizes)
+        starts = np.cumsum([0, *sizes])
+        return [np.arange(a, b) for a, b in itertools.pairwise(starts)], int(starts[-1])
+    places: list[np.ndarray | None] = []
+    for part, own, size in zip(parts, hashes, sizes, strict=True):
+        documents = np.empty(0, np.uint64) if own is None else own
+        if len(documents) > most:
+            places.append(np.arange(size))
+        elif len(documents) != size:
+            raise RecordingError(
+                f"{part.path}: {size} document groups of {len(documents)} documents; it can't be merged"
+            )
+        elif len(union) > most:
+            places.append((documents % np.uint64(most)).astype(np.int64))
+        else:
+            places.append(np.searchsorted(union, documents))
+    return places, 1 + max(int(place.max()) for place in places if place is not None)
+
+
+def _joined_run(parts: list[Recording], known: list[np.ndarray | None], shared: int) -> dict[str, Any]:
     first = parts[0]
     hashes = "".join(part.run["config"]["data_sha256"] for part in parts)
     config = dict(first.run["config"], data_sha256=hashlib.sha256(hashes.encode()).hexdigest())
     warnings = dict.fromkeys(str(warning) for part in parts for warning in part.provenance.get("warnings", ()))
     texts = Counter(str(part.provenance.get("text")) for part in parts)
-    for text in (text for text, times in texts.items() if times > 1):
+    if shared:
+        warnings[f"{shared:,} documents of the merged parts count more than once"] = None
+    unknown = Counter(str(part.provenance.get("text")) for part, own in zip(parts, known, strict=True) if own is None)
+    for text in (text for text in unknown if texts[text] > 1):
         warnings[f"merged parts name the same text ({text}): a document that two of them hold counts twice"] = None
     provenance = {
         **first.provenance,
@@ -142,9 +191,10 @@ def _renamed(entry: dict[str, Any], seq: int) -> dict[str, Any]:
 def _write(
     out: Path, run: dict[str, Any], jobs: list[_Job], groups: dict[str, int] | None = None, renumber: bool = False
 ) -> None:
-    """`groups`: how many a measure gets where they line up; `renumber`: segments go on from recording to recording."""
+    """`groups`: how many a measure gets; `renumber`: segments go on from recording to recording."""
     entries: list[dict[str, Any]] = []
     totals: dict[str, GroupTotals] = {}
+    documents: list[np.ndarray | None] = []
     first_segment, last_segment, before = 0, -1, jobs[0].part
     for job in jobs:
         if renumber and job.part is not before:
@@ -152,16 +202,18 @@ def _write(
         last_segment = max(last_segment, _copy(job, run, out, first_segment, groups or {}))
         shard = read_shard(out / schema.SHARDS / job.new["name"], trusted=True)
         entries.append(shard.entry)
+        documents.append(shard.documents)
         schema.add_totals(totals, shard.totals)
-    write_caches(out, run, entries, totals)
+    write_caches(out, run, entries, totals, all_documents(documents))
 
 
 def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups: dict[str, int]) -> int:
     """Commits a shard under its new numbers; returns the last segment in it."""
-    old, new, last, buffer = job.old, job.new, -1, io.BytesIO()
+    old, new, last = job.old, job.new, -1
     with (
         passed(job.part.path / schema.SHARDS / old["name"]) as gated,
-        h5py.File(buffer, "w", libver=schema.LIBVER) as file,
+        committing(out / schema.SHARDS / new["name"], old["bytes"]) as aside,
+        h5py.File(aside, "w", libver=schema.LIBVER) as file,
     ):
         check_entry(gated, job.part.run, old)
         for name, array in gated.arrays.items():
@@ -178,18 +230,11 @@ def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups:
                 moved = int(gated.attributes(name)["token_start"]) + new["token_start"] - old["token_start"]
                 file[name].attrs["token_start"] = np.int64(moved)
         totals = schema.read_totals(gated).items()
-        schema.write_totals(file, {name: _at(t, job.first_group, groups.get(name)) for name, t in totals})
+        schema.write_totals(file, {name: _placed(t, job.groups, groups.get(name)) for name, t in totals})
         numbers = {name: new[name] for name in schema.SHARD_NUMBERS if name != "complete"}
         schema.write_header(file, run, {**numbers, "complete": 1})
-    commit(out / schema.SHARDS / new["name"], buffer.getbuffer())
     return last
 
 
-def _at(totals: GroupTotals, first: int, groups: int | None) -> GroupTotals:
-    """A recording's groups at their place among those of all; None: the groups are the same ones."""
-    if groups is None:
-        return totals
-    total, count = (np.zeros((groups, *array.shape[1:])) for array in (totals.total, totals.count))
-    total[first : first + len(totals.total)] = totals.total
-    count[first : first + len(totals.count)] = totals.count
-    return GroupTotals(totals.attributes, total, count, totals.left_out, totals.non_finite)
+def _placed(totals: GroupTotals, places: np.ndarray | None, groups: int | None) -> GroupTotals:
+    return totals if places is None or groups is None else totals.regrouped(places, groups)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,11 +23,13 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.ledger import Ledger, Shard, ShardTask
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import check_room, commit, sole_writer, wait_for_workers
+from visitlens.hooks.shard_arrays import ShardArrays
+from visitlens.hooks.shards import check_room, committing, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.errors import InputError
 
@@ -123,17 +125,52 @@ def record(
         done = ledger.tokens
         if done == total:
             on_progress(total, total)
-        with interrupt_between_contexts() as interrupted:
+        with interrupt_between_contexts() as interrupted, _Committer(writer, ledger) as committer:
             for task in ledger.tasks(tokens_per_shard(options, per_token)):
                 if interrupted:
                     break
                 progress = partial(_report, on_progress, done, total)
-                shard = writer.write(task, ledger.run, progress, stop=lambda: bool(interrupted))
-                ledger.take(shard)
-                ledger.commit()
-                done = ledger.tokens
+                shard = writer.compute(task, progress, stop=lambda: bool(interrupted) or committer.failed)
+                committer.hand_over(shard)
+                done += shard.tokens
         if interrupted:
             raise KeyboardInterrupt
+
+
+class _Committer:
+    """Writes a shard in a thread of its own while the model runs over the next one (h5py, zlib, SHA-256 and fsync let
+    Python go on meanwhile). One at a time, in order; leaving waits for the last one, whatever is raised."""
+
+    def __init__(self, writer: ShardWriter, ledger: Ledger) -> None:
+        self.writer, self.ledger = writer, ledger
+        self.pool = ThreadPoolExecutor(1, "visitlens-commit")
+        self.pending: Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.pending is not None and self.pending.done() and self.pending.exception() is not None
+
+    def hand_over(self, shard: ShardArrays) -> None:
+        """Waits for the shard before; raises what kept that one from being committed."""
+        self._wait()
+        self.pending = self.pool.submit(self._commit, shard)
+
+    def _commit(self, shard: ShardArrays) -> None:
+        self.ledger.take(self.writer.commit(shard, self.ledger.run))
+        self.ledger.commit()
+
+    def _wait(self) -> None:
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> _Committer:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.pool.shutdown()
+        if kind is None:
+            self._wait()
 
 
 def _report(on_progress: Callable[[int, int], None], before: int, total: int, tokens: int) -> None:
@@ -150,7 +187,7 @@ def open_ledger(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
-    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch)
+    ledger = Ledger(path, run, (contexts.segments >= 0).sum(1), batch, contexts)
     ledger.refuse_foreign()
     with sole_writer(path):
         wait_for_workers(path)
@@ -177,6 +214,8 @@ def describe_run(
         "options": {k: v for k, v in asdict(options).items() if k != "shard_tokens"},
         "measures": sorted(statistics.measures),
     }
+    if contexts.generated is not None:
+        config["generated"] = True
     config = json.loads(json.dumps(config))
     return {
         "run_uuid": str(uuid.uuid4()),
@@ -239,6 +278,8 @@ class ShardWriter:
         options: RecordingOptions,
         attention_implementation: str = "auto",
     ) -> None:
+        if options.level == "maps" and contexts.generated is not None:
+            raise InputError("attention maps aren't kept of generated texts; record the finished texts at level 'maps'")
         if options.level == "maps" and contexts.tokens.shape[1] > schema.MAX_MAP_CONTEXT:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
@@ -269,39 +310,66 @@ class ShardWriter:
         stop: Callable[[], bool] = lambda: False,
         before_commit: Callable[[], None] = lambda: None,
     ) -> Shard:
-        """Records the task's contexts (`on_progress` counts their tokens) and commits the shard. Where `stop` says so, it
-        ends after the context at hand and holds those before. What `before_commit` raises keeps it from being committed."""
-        shard = _ShardArrays(task)
+        """Computes a shard and commits it. What `before_commit` raises keeps it from being committed."""
+        shard = self.compute(task, on_progress, stop)
+        before_commit()
+        return self.commit(shard, run)
+
+    def compute(
+        self,
+        task: ShardTask,
+        on_progress: Callable[[int], None] = lambda tokens: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> ShardArrays:
+        """Runs the model over the task's contexts (`on_progress` counts their tokens). Where `stop` says so, it ends
+        after the context at hand and holds those before."""
+        shard = ShardArrays(task)
         try:
-            with capture(self.model, self.sites) as captured, torch.inference_mode():
+            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
+            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
+            with capture(self.model, self.sites) as captured, mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)
                     on_progress(shard.tokens)
                     if stop():
                         break
-            before_commit()
-            return self._commit(shard, run)
+            shard.totals = self.statistics.take()
+            return shard
         finally:
             self.statistics.take()  # an error leaves nothing half-counted behind
 
-    def _forward(self, rows: slice, captured: Any, shard: _ShardArrays) -> None:
+    def _forward(self, rows: slice, captured: Any, shard: ShardArrays) -> None:
         tokens = torch.from_numpy(self.contexts.tokens[rows])
         segment_ids = torch.from_numpy(self.contexts.segments[rows])
         device = next(self.model.parameters()).device
-        self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        written = None
+        if self.contexts.generated is None:
+            self.model(tokens.to(device), segment_ids.to(device), return_type="none")
+        else:
+            generated = torch.from_numpy(self.contexts.generated[rows])
+            captured = replay(self.model, captured, tokens.to(device), generated.masked_fill(segment_ids < 0, -1))
+            written = generated[segment_ids >= 0]
         values = StepValues(captured, segment_ids, self.attention)
+        values.written = None if written is None else written > 0
         real = segment_ids[segment_ids >= 0].long()
         stored = self.statistics.update(values, self.segment_group[real])
         if self.options.level != "summary":
             shard.keep("tokens/id", tokens[segment_ids >= 0].numpy().astype(np.uint32))
             shard.keep("tokens/segment", real.numpy().astype(np.uint32))
+            if written is not None:
+                shard.keep("tokens/generated", written.numpy().astype(np.uint32))
             shard.keep("tokens/pos", values.segments.positions().numpy().astype(np.uint32))
             steps = range(len(self.model.plan))
             if self.model.config.experts_per_token:
                 ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
                 shard.keep("routing/ids", ids.numpy().astype(np.uint16))
                 shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
+            if isinstance(self.model, InstrumentedModel) and self.model.config.ragged:
+                there = [values.visited(step) for step in steps]
+                everyone = torch.ones(len(real), dtype=torch.bool)
+                visited = torch.stack([everyone if t is None else t for t in there])
+                shard.keep("routing/visited", visited.numpy().astype(np.uint8))
             for name, value in stored.items():
                 shard.keep(f"stats/{name}", value.movedim(0, 1).cpu().float().numpy())
             for name in self.options.sites:
@@ -311,7 +379,7 @@ class ShardWriter:
         shard.tokens += len(real)
         shard.contexts += len(tokens)
 
-    def _keep_activation(self, name: str, values: StepValues, shard: _ShardArrays) -> None:
+    def _keep_activation(self, name: str, values: StepValues, shard: ShardArrays) -> None:
         first = shard.task.token_start + shard.tokens
         start, stop = self.options.activation_tokens or (0, self.contexts.num_tokens)
         start, stop = max(start - first, 0), min(stop - first, values.segments.num_tokens)
@@ -321,8 +389,9 @@ class ShardWriter:
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
 
-    def _commit(self, shard: _ShardArrays, run: Mapping[str, Any]) -> Shard:
-        task, totals = shard.task, self.statistics.take()
+    def commit(self, shard: ShardArrays, run: Mapping[str, Any]) -> Shard:
+        """Writes what was computed, and gives its arrays away. Needs the model's plan alone, so another thread may do it."""
+        task, totals, documents = shard.task, shard.totals, self.contexts.documents_in(shard.rows)
         numbers = {
             "worker": task.worker,
             "seq": task.seq,
@@ -331,50 +400,17 @@ class ShardWriter:
             "context_start": task.start,
             "context_count": shard.contexts,
         }
-        buffer = io.BytesIO()
-        with h5py.File(buffer, "w", libver=schema.LIBVER) as file:
+        path = self.path / schema.SHARDS / task.name
+        with committing(path, shard.nbytes) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
             for axis in ("layer", "visit", "index"):
                 name = "step" if axis == "index" else axis
                 file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
             shard.write(file, self.dtype)
             schema.write_totals(file, totals)
+            schema.write_documents(file, documents)
             schema.write_header(file, run, {**numbers, "complete": 1})
-        data = buffer.getbuffer()
-        digest = commit(self.path / schema.SHARDS / task.name, data)
-        return Shard({"name": task.name, "bytes": len(data), "sha256": digest, **numbers}, dict(run), totals)
-
-
-class _ShardArrays:
-    """Arrays of a token range, gathered context by context."""
-
-    def __init__(self, task: ShardTask) -> None:
-        self.task = task
-        self.tokens = self.contexts = 0
-        self._parts: dict[str, list[np.ndarray]] = {}
-        self._token_starts: dict[str, int] = {}
-
-    def keep(self, name: str, part: np.ndarray, token_start: int | None = None) -> None:
-        self._parts.setdefault(name, []).append(part)
-        if token_start is not None:
-            self._token_starts.setdefault(name, token_start)
-
-    def write(self, file: h5py.File, dtype: torch.dtype) -> None:
-        for name in list(self._parts):
-            parts = self._parts.pop(name)
-            vector = name.startswith(("resid/", "vec/"))
-            array = np.concatenate(parts, axis=0 if name.startswith(("tokens/", "attn/")) else 1)
-            if name.startswith("tokens/"):
-                chunks = (min(len(array), 65_536),)
-            elif name.startswith("attn/"):
-                chunks = (1, 1, *array.shape[2:])
-            else:
-                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
-            filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
-            dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
-            if name in self._token_starts:
-                dataset.attrs["token_start"] = np.int64(self._token_starts[name])
-                if dtype == torch.bfloat16:
-                    schema.set_text(dataset.attrs, "logical_dtype", "bfloat16")
+        entry = {"name": task.name, "bytes": aside.size, "sha256": aside.sha256, **numbers}
+        return Shard(entry, dict(run), totals, documents)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import itertools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,6 +110,11 @@ class Recording:
         return self.run["provenance"]
 
     @property
+    def generated(self) -> bool:
+        """Whether the model wrote its texts, behind prompts."""
+        return bool(self.run["config"].get("generated"))
+
+    @property
     def tokens(self) -> int:
         """Recorded so far."""
         return sum(shard["token_count"] for shard in self.shards)
@@ -131,16 +136,45 @@ class Recording:
                 raise RecordingError(f"{file}: belongs to another run than the manifest")
             return schema.read_totals(gated)
 
+    @cached_property
+    def document_hashes(self) -> np.ndarray | None:
+        """[document] u8, each once and rising; None where an older version left them out."""
+        with passed(self.path / schema.SUMMARY, trusted=self.trusted) as gated:
+            return schema.read_documents(gated)
+
+    @cached_property
+    def damaged(self) -> tuple[str, ...]:
+        """Shards that are missing or not of the size that the manifest says; by `stat` alone (`visitlens validate` reads)."""
+        folder, found = real_folder(self.path / schema.SHARDS), []
+        for shard in self.shards:
+            file = folder / shard["name"]
+            size = file.stat().st_size if file.is_file() else None
+            if size != shard["bytes"]:
+                found.append(
+                    f"{shard['name']}: {'missing' if size is None else f'{size:,} bytes'}, not {shard['bytes']:,}"
+                )
+        return tuple(found)
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """What a reader of its numbers should know, one sentence each."""
         found = list(map(str, self.provenance.get("warnings", ())))
+        if self.damaged:
+            more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
+            found.append(f"damaged: {self.damaged[0]}{more}; `visitlens validate` says more")
         if not self.complete:
             found.append(f"unfinished: {self.tokens:,} of {self.run['tokens']:,} tokens are recorded")
         bad = {name: int(t.non_finite.sum()) for name, t in self.totals.items() if t.non_finite.any()}
         if bad:
             counts = ", ".join(f"{name} {count:,}" for name, count in bad.items())
             found.append(f"values that were NaN or infinite, left out of every mean: {counts}")
+        if "visit_share" in self.totals:
+            total, count = (getattr(self.totals["visit_share"], name).sum(0) for name in ("total", "count"))
+            few, many = (f"{share:.0%}" for share in ((total / count).min(), (total / count).max()))
+            found.append(
+                f"halting or routing leaves tokens out: a visit has {few} to {many} of them (visit_share), and each value's n is "
+                "the number of tokens that were there"
+            )
         return tuple(found)
 
     @property
@@ -172,10 +206,12 @@ class Recording:
 
         return self._files.use(self, first, look)
 
-    def token_table(self, tokens: Tokens = None) -> dict[str, np.ndarray]:
-        """`id`, `segment`, `pos`, each [token]."""
+    def token_table(self, tokens: Tokens = None, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+        """`id`, `segment`, `pos`, each [token]; of generated texts also `generated`, 0 in the prompt and n at the n-th token
+        after it: with a step's visit, the label (generated token, visit). `names` reads those alone."""
         self._needs("tokens")
-        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in ("id", "segment", "pos")}
+        names = names or ("id", "segment", "pos", *(("generated",) if self.generated else ()))
+        return {name: self._over_tokens(f"tokens/{name}", tokens) for name in names}
 
     def experts(self, layer: int, visit: int, tokens: Tokens = None) -> tuple[np.ndarray, np.ndarray]:
         """Expert ids u2 and gates f2 of one step, [token, k]."""
@@ -184,10 +220,19 @@ class Recording:
         ids = self._over_tokens("routing/ids", tokens, step)
         return ids, self._over_tokens("routing/gate", tokens, step)
 
-    def token_stat(self, name: str, tokens: Tokens = None) -> np.ndarray:
-        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out."""
+    def visited(self, layer: int, visit: int, tokens: Tokens = None) -> np.ndarray:
+        """Whether a token is really at a visit, bool [token]: halting or routing leaves some out in some models."""
         self._needs("tokens")
-        return self._over_tokens(f"stats/{name}", tokens, slice(None))
+        step = self.plan.step(layer, visit).index
+        if not self.config.get("ragged"):
+            return np.ones(len(self._over_tokens("tokens/id", tokens)), dtype=bool)
+        return self._over_tokens("routing/visited", tokens, step).astype(bool)
+
+    def token_stat(self, name: str, tokens: Tokens = None, at: int | None = None) -> np.ndarray:
+        """Per-token scalars of a measure, [step or pair, token, ...] f4; NaN where the definition leaves a token out.
+        `at` reads one step or pair alone, [token, ...]."""
+        self._needs("tokens")
+        return self._over_tokens(f"stats/{name}", tokens, slice(None) if at is None else at)
 
     def activation(
         self, site: str, layer: int, visit: int, *, tokens: Tokens = None, head: int | None = None

@@ -2,7 +2,7 @@
 
 run.vlens/
   manifest.json        a cache over the shards
-  summary.h5           `/summary/NAME/{total,count,left_out,non_finite}` summed over all shards
+  summary.h5           `/summary/NAME/{total,count,left_out,non_finite}` summed over all shards, `/documents/hash` of all
   shards/wNN-SSSSSS.h5 the datasets of `LAYOUTS` for a token range, and `/summary` over it
   analyses/*.json      results that other tools keep beside the recording
 """
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from visitlens.hooks.gate import Gated
 
 FORMAT = "visitlens-recording"
-SCHEMA_VERSION = "1.0.0"
+SCHEMA_VERSION = "1.1.0"
 LEVELS = ("summary", "tokens", "activations", "maps")
 MANIFEST, SUMMARY, SHARDS, ANALYSES = "manifest.json", "summary.h5", "shards", "analyses"
+DOCUMENTS = "documents/hash"
 MAX_MAP_CONTEXT = 256
 MAX_STEPS, MAX_PAIRS, MAX_GROUPS = 4096, 200_000, 16_384  # readers make objects, and replicates, of each
 LIBVER = ("v110", "v110")
@@ -56,11 +57,32 @@ LAYOUTS = (
     Layout("axes/layer", ("step",), ("u2",), "all", "physical layer of each step, 0-based"),
     Layout("axes/visit", ("step",), ("u2",), "all", "visit of each step, 1-based"),
     Layout("axes/step", ("step",), ("u2",), "all", "execution index"),
+    Layout(
+        DOCUMENTS,
+        ("document",),
+        ("u8",),
+        "all",
+        "of its documents, each once and rising: the first 8 bytes of the SHA-256 of their token ids (since 1.1)",
+    ),
     Layout("tokens/id", ("token",), ("u4",), "tokens", "token ids"),
     Layout("tokens/segment", ("token",), ("u4",), "tokens", "segment, rising over the whole recording"),
     Layout("tokens/pos", ("token",), ("u4",), "tokens", "position in the segment"),
+    Layout(
+        "tokens/generated",
+        ("token",),
+        ("u4",),
+        "tokens",
+        "0 in a prompt (prefill), n at the n-th token generated after it (decode); of generated texts",
+    ),
     Layout("routing/ids", ("step", "token", "k"), ("u2",), "tokens", "experts used (S)"),
     Layout("routing/gate", ("step", "token", "k"), ("f2",), "tokens", "their gates (g)"),
+    Layout(
+        "routing/visited",
+        ("step", "token"),
+        ("u1",),
+        "tokens",
+        "1 where a token is really at a step; of models whose visits leave tokens out",
+    ),
     Layout("stats/MEASURE", ("*", "token", "*"), ("f4",), "tokens", "a measure's value for each token"),
     Layout(
         "resid/full", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "residual stream at the step's input"
@@ -115,6 +137,13 @@ class GroupTotals:
             )
         for name in TOTALS:
             getattr(self, name).__iadd__(getattr(other, name))
+
+    def regrouped(self, places: np.ndarray, groups: int) -> GroupTotals:
+        """Group i counted to group `places[i]` of `groups`."""
+        total, count = (np.zeros((groups, *array.shape[1:])) for array in (self.total, self.count))
+        np.add.at(total, places, self.total)
+        np.add.at(count, places, self.count)
+        return GroupTotals(self.attributes, total, count, self.left_out, self.non_finite)
 
 
 def add_totals(totals: dict[str, GroupTotals], part: Mapping[str, GroupTotals]) -> None:
@@ -186,6 +215,7 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
         counts = [run["tokens"], run["documents"], run["config"]["options"]["groups"], *run["layers"]]
         others = (run["config"]["model"], run["provenance"], run["config"]["measures"])
         level, sites = run["config"]["options"]["level"], run["config"]["options"]["sites"]
+        texts += run.get("extends", [])
         right = (
             all(isinstance(text, str) for text in texts)
             and all(type(count) is int and 0 <= count < 2**62 for count in counts)
@@ -257,6 +287,17 @@ def write_totals(file: h5py.File, totals: Mapping[str, GroupTotals]) -> None:
                 group.create_dataset(key, data=array, chunks=chunks, **TEXT_FILTERS)
             else:
                 group.create_dataset(key, data=array)
+
+
+def write_documents(file: h5py.File, hashes: np.ndarray | None) -> None:
+    """Nothing for None: they aren't known."""
+    if hashes is not None and len(hashes):
+        file.create_dataset(DOCUMENTS, data=hashes, chunks=(min(len(hashes), 65_536),), **TEXT_FILTERS)
+
+
+def read_documents(gated: Gated) -> np.ndarray | None:
+    """[document] hashes, each once and rising; None where a file of version 1.0 doesn't have them."""
+    return np.unique(gated.read(DOCUMENTS)) if DOCUMENTS in gated else None
 
 
 def read_totals(gated: Gated) -> dict[str, GroupTotals]:

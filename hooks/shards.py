@@ -1,6 +1,6 @@
-"""Committing files so that nothing acknowledged is lost: build in memory, write aside, fsync, rename, fsync the folder.
+"""Committing files so that nothing acknowledged is lost: write aside, fsync, rename, fsync the folder.
 
-The rename is the commit. Writing HDF5 straight to a full disk can crash the process, and HDF5 itself never syncs.
+The rename is the commit. HDF5 writes through `Aside`: left to itself it never syncs, and a full disk can crash the process.
 """
 
 from __future__ import annotations
@@ -24,32 +24,112 @@ from visitlens.kernels.errors import StorageError
 _SPARE_BYTES = 16 * 2**20  # room left for the manifest and the file system's own needs
 
 
+class Aside:
+    """The file that is to become `path`, written by HDF5 (`h5py.File(aside, "w")`) or by `write`.
+
+    HDF5 can crash the process where a disk refuses its data. So the first error is kept and all writing after it dropped:
+    HDF5 ends in peace, and `committing` raises then. `size` and `sha256` are known once it is committed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size, self.sha256 = 0, ""
+        self.error: OSError | None = None
+        self._position = 0
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts never share a file
+        self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        at = self._position
+        while len(view) and self.error is None:
+            try:
+                written = os.pwrite(self._descriptor, view, at)
+                view, at = view[written:], at + written
+            except OSError as error:
+                self.error = error
+        self._position += memoryview(data).nbytes
+        self.size = max(self.size, self._position)
+        return memoryview(data).nbytes
+
+    def read(self, count: int) -> bytes:
+        return os.pread(self._descriptor, count, self._position)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def truncate(self, size: int) -> None:
+        self.size = size
+        if self.error is None:
+            try:
+                os.ftruncate(self._descriptor, size)
+            except OSError as error:
+                self.error = error
+
+    def flush(self) -> None:
+        """Nothing waits here; `commit` syncs."""
+
+    def commit(self) -> None:
+        """The disk has it, under its name."""
+        if self.error is not None:
+            raise self.error
+        with ThreadPoolExecutor(1) as pool:
+            digest = pool.submit(self._digest)  # while the disk is at work
+            os.fsync(self._descriptor)
+            self.sha256 = digest.result()
+        self._partial.rename(self.path)
+        sync_folder(self.path.parent)
+
+    def _digest(self) -> str:
+        with open(self._descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def committing(path: Path, about: int) -> Iterator[Aside]:
+    """A file that is at `path`, whole and durable, once the block has ended; `about` how many bytes will be written.
+
+    Raises:
+        StorageError: no room or no permission; what was there before is untouched.
+    """
+    check_room(path.parent, about)
+    try:
+        aside = Aside(path)
+    except OSError as error:
+        raise storage_error(error, path) from error
+    try:
+        try:
+            yield aside
+        except Exception as error:
+            raise aside.error or error from error  # what came of the disk's refusal isn't the reason
+        aside.commit()
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise storage_error(error, path) from error
+    finally:
+        aside.close()
+
+
 def commit(path: Path, data: bytes | memoryview) -> str:
     """Writes `path` atomically and durably; returns the SHA-256 of its bytes.
 
     Raises:
         StorageError: no room or no permission; what was there before is untouched.
     """
-    check_room(path.parent, len(data))
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts at a shard never share a file
-    with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(lambda: hashlib.sha256(data).hexdigest())  # while the disk is at work
-        _write_aside(path, partial, data)
-        return digest.result()
-
-
-def _write_aside(path: Path, partial: Path, data: bytes | memoryview) -> None:
-    try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        with open(descriptor, "wb") as file:  # noqa: PTH123 (a descriptor, not a path)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise storage_error(error, path) from error
+    with committing(path, len(data)) as aside:
+        aside.write(data)
+    return aside.sha256
 
 
 def commit_json(path: Path, value: Mapping[str, Any]) -> None:

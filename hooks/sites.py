@@ -55,6 +55,8 @@ ASSUMPTIONS = {
     "sum of writes": "residual in + attention write + MoE write = residual out",
     "next token": "the logits at a token are of the token after it, from what comes before",
     "softmax router": "the router's scores over all experts are a softmax",
+    "ragged visits": "halting or routing leaves tokens out of visits",
+    "learned sink": "attention rows have a slot of the model's own that takes mass and gives nothing",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
-from visitlens.hooks.ledger import Shard, read_shard, write_caches
+from visitlens.hooks.ledger import Shard, all_documents, read_shard, write_caches
 from visitlens.hooks.recording import Recording, committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import sole_writer, sync_folder, wait_for_workers
@@ -100,7 +100,8 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
         problem = _one_run(sound) or _overlap(entries)
         if problem:
             raise RecordingError(f"{path}: {problem}")
-        write_caches(path, sound[0].run, entries, sum_totals(sound))
+        documents = all_documents(shard.documents for shard in sound)
+        write_caches(path, _newest(sound), entries, sum_totals(sound), documents)
         for stale in (*path.glob("*.tmp"), *folder.glob("*.tmp")):
             stale.unlink()
         report.damage.clear()
@@ -179,7 +180,7 @@ def _summary(report: Report, sound: list[Shard]) -> None:
         totals = recording.totals
         with passed(report.path / schema.SUMMARY) as gated:
             gated.check_data()
-        report.notes += [warning for warning in recording.warnings if not warning.startswith("unfinished")]
+        report.notes += [warning for warning in recording.warnings if not warning.startswith(("unfinished", "damaged"))]
         for name in recording.analyses:
             recording.analysis(name)
     except RecordingError as error:
@@ -204,8 +205,17 @@ def _same(one: GroupTotals, two: GroupTotals) -> bool:
 
 
 def _one_run(shards: list[Shard]) -> str:
-    runs = {shard.run["run_uuid"] for shard in shards} | {shard.run["config_sha256"] for shard in shards}
-    return f"shards of {len(runs) - 1} runs or configurations lie together" if len(runs) > 2 else ""
+    if not shards:
+        return ""
+    newest = _newest(shards)
+    known = {(newest["run_uuid"], sha) for sha in (newest["config_sha256"], *newest.get("extends", ()))}
+    strange = {(shard.run["run_uuid"], shard.run["config_sha256"]) for shard in shards} - known
+    return f"shards of {len(strange) + 1} runs or configurations lie together" if strange else ""
+
+
+def _newest(shards: list[Shard]) -> dict[str, Any]:
+    """A recording that was gone on with over more text has shards of the shorter runs; the longest one describes all."""
+    return max((shard.run for shard in shards), key=lambda run: run["tokens"])
 
 
 def _overlap(entries: list[dict[str, Any]]) -> str:

@@ -12,6 +12,8 @@ Shapes: `x [token, H]`, `experts`, `gates [token, k]`, `w_in [E, H, 2F]` (gate h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
@@ -19,6 +21,7 @@ from torch.nn.functional import grouped_mm, silu
 from visitlens.kernels.errors import InputError
 
 IMPLEMENTATIONS = ("grouped", "loop", "dense")
+_MatrixProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 _WIDE = 256  # from this H on, per-expert sgemm beats grouped_mm on CPU
 
 
@@ -53,9 +56,26 @@ def expert_outputs(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> T
     return grouped_experts(rows, experts.reshape(-1, 1), ones, w_in, w_out).view(tokens, k, w_out.shape[2])
 
 
+def expert_rows(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, first: int) -> Tensor:
+    """[token, k, H] what each chosen expert adds, where `w_in`, `w_out` hold experts `first` and on alone; 0 for the others.
+
+    Each row is the one that `grouped_experts` sums up, so slices of the experts together make its output exactly.
+    """
+    flat = experts.reshape(-1)
+    mine = ((flat >= first) & (flat < first + len(w_in))).nonzero().squeeze(1)
+    rows = x.new_zeros(flat.numel(), w_out.shape[2])
+    if mine.numel():
+        order = mine[flat[mine].argsort(stable=True)]
+        mm = _loop_mm if _best(x, w_in, w_out) == "loop" else _grouped_mm
+        rows[order] = _rows(x, flat - first, gates, order, w_in, w_out, mm)
+    return rows.view(*experts.shape, w_out.shape[2])
+
+
 def _choose(x: Tensor, experts: Tensor, w_in: Tensor, w_out: Tensor) -> str:
-    if w_in.shape[0] == experts.shape[1]:
-        return "dense"
+    return "dense" if w_in.shape[0] == experts.shape[1] else _best(x, w_in, w_out)
+
+
+def _best(x: Tensor, w_in: Tensor, w_out: Tensor) -> str:
     wide_on_cpu = x.device.type == "cpu" and x.shape[1] >= _WIDE
     return "grouped" if _grouped_fits(x, w_in, w_out) and not wide_on_cpu else "loop"
 
@@ -75,19 +95,25 @@ def _loop_mm(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([part @ w for part, w in zip(parts, weight.unbind(0), strict=True)])
 
 
-def _sorted(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, mm) -> Tensor:
-    tokens, k = experts.shape
+def _sorted(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor, mm: _MatrixProduct) -> Tensor:
     flat = experts.reshape(-1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=w_in.shape[0])
-    if len(counts) != w_in.shape[0]:  # rows past the last offset would get garbage for a gradient, silently
-        raise InputError(f"expected experts in 0..{w_in.shape[0] - 1}, got {len(counts) - 1}")
-    gate, up = mm(x[order // k], w_in, counts).chunk(2, dim=-1)
-    inner = silu(gate) * up * gates.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
-    out = mm(inner, w_out, counts)
+    out = _rows(x, flat, gates, order, w_in, w_out, mm)
     back = torch.empty_like(order)
     back[order] = torch.arange(order.numel(), device=order.device)
-    return out[back].view(tokens, k, w_out.shape[2]).sum(1)  # summed in rank order: the same for any batch
+    return out[back].view(*experts.shape, w_out.shape[2]).sum(1)  # summed in rank order: the same for any batch
+
+
+def _rows(
+    x: Tensor, flat: Tensor, gates: Tensor, order: Tensor, w_in: Tensor, w_out: Tensor, mm: _MatrixProduct
+) -> Tensor:
+    """[len(order), H]: choices `order` of all [token x k], sorted by their expert `flat`."""
+    counts = torch.bincount(flat[order], minlength=w_in.shape[0])
+    if len(counts) != w_in.shape[0]:  # rows past the last offset would get garbage for a gradient, silently
+        raise InputError(f"expected experts in 0..{w_in.shape[0] - 1}, got {len(counts) - 1}")
+    gate, up = mm(x[order // gates.shape[1]], w_in, counts).chunk(2, dim=-1)
+    inner = silu(gate) * up * gates.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
+    return mm(inner, w_out, counts)
 
 
 def _dense(x: Tensor, experts: Tensor, gates: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:

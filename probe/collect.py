@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.kernels.errors import InputError
 from visitlens.probe import statistics as _folder
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
+from visitlens.probe.phases import DECODE
+from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, present, stack
 from visitlens.probe.statistics.names import STAGES
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ def registered() -> tuple[type[Statistic], ...]:
 
 
 class StatisticsCollector:
-    """The recorder's `TokenStatistics`: all registered statistics, or those that define the named measures."""
+    """The recorder's `TokenStatistics`: all registered statistics, or those that define the named measures. With `written`,
+    totals over the tokens that the model generated are kept beside those over all, as `decode.MEASURE`."""
 
-    def __init__(self, geometry: Geometry, num_groups: int, measures: Iterable[str] | None = None) -> None:
-        self.geometry, self.num_groups = geometry, num_groups
+    def __init__(
+        self, geometry: Geometry, num_groups: int, measures: Iterable[str] | None = None, *, written: bool = False
+    ) -> None:
+        self.geometry, self.num_groups, self.written = geometry, num_groups, written
         looped = bool(geometry.plan.pairs)
         available = [cls() for cls in registered() if looped or not cls.looped_only]
         self.left_out = {m.name: why for s in available for m in s.measures if (why := self._refusal(s, m))}
@@ -60,24 +64,64 @@ class StatisticsCollector:
     def update(self, values: StepValues, groups: Tensor) -> dict[str, Tensor]:
         """Adds one batch; `groups [token]`. Returns the per-token scalars that level `tokens` keeps."""
         stored, additions = {}, []
+        there = self._there(values)
         for statistic in self.statistics:
             for name, token_values in statistic.per_token(values, self.geometry).items():
                 if name in self.left_out:
                     continue
                 if name in self._nowhere:
                     token_values = token_values.only(~self._nowhere[name])
+                if there is not None and not token_values.everywhere:
+                    token_values = token_values.only(self._at_both(self.measures[name], there))
                 additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
+                if self.written and values.written is not None:
+                    only = token_values.of(values.written)
+                    additions.append((DECODE + name, *_sum_by_group(only, groups[values.written], self.num_groups)))
                 if name in statistic.stored:
                     stored[name] = _with_nan(token_values)
-            for name, sums in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
-                if name in self.left_out:
-                    continue
-                nowhere = self._nowhere.get(name, torch.tensor(False))
-                left_out, non_finite = (sums.non_finite.masked_fill(c, 0) for c in (~nowhere, nowhere))
-                additions.append((name, sums.total, sums.count, left_out, non_finite))
+            additions += [(name, *sums) for name, *sums in self._group_sums(statistic, values, groups, None)]
+            if self.written and values.written is not None:
+                written = self._group_sums(statistic, values, groups, values.written)
+                additions += [(DECODE + name, *sums) for name, *sums in written]
         for name, *arrays in additions:
-            self._totals[name].add(GroupTotals(self.measures[name].to_attributes(), *(a.numpy() for a in arrays)))
+            measure = self.measures[name.removeprefix(DECODE)]
+            self._totals[name].add(GroupTotals(measure.to_attributes(), *(a.numpy() for a in arrays)))
         return stored
+
+    def _group_sums(
+        self, statistic: Statistic, values: StepValues, groups: Tensor, counted: Tensor | None
+    ) -> Iterator[tuple[Any, ...]]:
+        """(name, total, count, left_out, non_finite) of what a statistic sums itself, over the `counted` tokens."""
+        values.counted = counted
+        for name, sums in statistic.group_sums(values, self.geometry, groups, self.num_groups).items():
+            if name in self.left_out:
+                continue
+            nowhere = self._nowhere.get(name, torch.tensor(False))
+            left_out, non_finite = (sums.non_finite.masked_fill(c, 0) for c in (~nowhere, nowhere))
+            others = 0 if counted is None else int((~counted).sum())
+            yield name, sums.total, sums.count, left_out + sums.left_out - others, non_finite
+        values.counted = None
+
+    def _there(self, values: StepValues) -> Tensor | None:
+        """[token, step] which tokens are really at a step; None where all are everywhere."""
+        steps = range(len(self.geometry.plan))
+        if all(values.visited(step) is None for step in steps):
+            return None
+        return stack([present(values, step) for step in steps])
+
+    def _at_both(self, measure: Measure, there: Tensor) -> Tensor:
+        """[token, *axes] whether a token is at every visit that a cell speaks of."""
+        pairs = self.geometry.plan.pairs
+        cells = torch.ones(len(there), *[1] * len(measure.axes), dtype=torch.bool)
+        for at, axis in enumerate(measure.axes):
+            if axis in ("step", "later_step"):
+                now = there
+            elif axis == "pair":
+                now = there[:, [pair.earlier.index for pair in pairs]] & there[:, [pair.later.index for pair in pairs]]
+            else:
+                continue
+            cells = cells & now.view(len(there), *[-1 if i == at else 1 for i in range(len(measure.axes))])
+        return cells
 
     def take(self) -> dict[str, GroupTotals]:
         """The totals since the last call, and a fresh start."""
@@ -115,7 +159,8 @@ class StatisticsCollector:
 
     def _empty(self) -> dict[str, GroupTotals]:
         totals = {}
-        for name, measure in self.measures.items():
+        names = [(prefix + name, m) for prefix in ("", DECODE)[: 1 + self.written] for name, m in self.measures.items()]
+        for name, measure in names:
             shape = self._shape(measure)
             grouped = (self.num_groups if measure.grouped else 1, *shape)
             left_out, non_finite = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -1,7 +1,7 @@
 """Any two recordings side by side: every measure that both hold, with the difference and its interval. No torch.
 
 Places are matched by (layer, visit), or by physical layer with its visits averaged. Where both recordings are of the same
-documents the bootstrap is paired, otherwise the two are drawn apart.
+documents, or share some, the bootstrap is paired, otherwise the two are drawn apart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from visitlens.probe.figures.series import INTERVAL, series
 from visitlens.probe.figures.theme import Style, Theme, escape, find_theme
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.pairing import pair
 
 By = Literal["mean", "layer", "step"]
 _PLACES = ("step", "pair")
@@ -71,16 +72,17 @@ def compare(a: RecordedRun, b: RecordedRun, by: By = "mean", measures: Iterable[
         InputError: a named measure that one of them doesn't hold, or that has no step or visit pair.
         RecordingError: they share no layer, or hold no measure in common.
     """
+    pairing = pair(a, b)
+    a, b = pairing.a, pairing.b
     common = [name for name in a.measures if name in b.measures and _comparable(a.stat(name))]
     wanted = list(measures)
     if unknown := [name for name in wanted if name not in common]:
         raise InputError(f"{', '.join(unknown)} can't be compared here; both recordings hold {', '.join(common)}")
-    paired = a.provenance["data_sha256"] == b.provenance["data_sha256"]
     found: list[Comparison] = []
     for name in wanted or common:
         ours, theirs = (_by_kind(_placed(run.stat(name), by)) for run in (a, b))
         for kind in ours:
-            found += _compared(f"{name}.{kind}" if kind else name, ours[kind], theirs[kind], by, paired)
+            found += _compared(f"{name}.{kind}" if kind else name, ours[kind], theirs[kind], by, pairing.paired)
     if not found:
         raise RecordingError(f"{a.name} and {b.name} share no layer and no measure to compare")
     return found
@@ -88,18 +90,16 @@ def compare(a: RecordedRun, b: RecordedRun, by: By = "mean", measures: Iterable[
 
 def comparison_data(a: RecordedRun, b: RecordedRun, found: list[Comparison], by: By) -> dict[str, Any]:
     """JSON-ready: rows, and what a figure draws."""
-    paired = a.provenance["data_sha256"] == b.provenance["data_sha256"]
     drawn = {}
     for each in found:
         for side, stat in (("a", each.a), ("b", each.b), ("difference", each.difference)):
             drawn[f"{each.name}.{side}"] = series(stat, "b" if side == "b" else "a", "observed", each.name)
-    pairing = "paired: both are of the same documents" if paired else "not paired: the two are of different documents"
     return {
         "slug": "compare",
         "title": f"{b.name} against {a.name}",
         "question": "What is the same and what differs between two recordings, place by place?",
         "by": by,
-        "interval": f"{INTERVAL}; {pairing}",
+        "interval": f"{INTERVAL}; {pair(a, b).words}",
         "sides": ["a", "b"],
         "models": {"a": describe(a), "b": describe(b)},
         "rows": [row for each in found for row in each.rows()],

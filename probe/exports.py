@@ -83,7 +83,8 @@ def choose(
     low, high = stat.interval()
     about |= {"measure": stat.measure.to_attributes(), "documents": stat.documents, "aggregation": stat.aggregation}
     labels = {axis: _texts(stat.labels[axis]) for axis in stat.axes}
-    return Export(what, {"value": stat.values, "low": low, "high": high}, stat.axes, labels, about)
+    counts = {} if stat.counts is None else {"n": stat.counts}
+    return Export(what, {"value": stat.values, "low": low, "high": high, **counts}, stat.axes, labels, about)
 
 
 def write(export: Export, out: Path) -> Path:

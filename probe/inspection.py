@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from visitlens.hooks.adapters.adapt import adapt, families
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
-from visitlens.hooks.guards import check
+from visitlens.hooks.guards import check, sample_tokens
 from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.tie_audit import audit_ties
@@ -49,7 +49,7 @@ def describe(model: Any, tokens: int = 24, *, checks: bool = True) -> dict[str, 
         kind = getattr(getattr(model, "config", None), "model_type", None)
         model = adapt(model) if kind in families() else model
     if isinstance(model, AdaptedModel):
-        return _adapted(model, _random(model.config.vocab_size, tokens), checks)
+        return _adapted(model, sample_tokens(model, tokens), checks)
     if isinstance(model, LoopedMoE):
         ids = _random(model.config.vocab_size, min(tokens, model.config.context_length))
         ledger = follow(model, [[f"blocks.{i}"] for i in range(model.config.num_layers)], model, ids)

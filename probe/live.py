@@ -106,7 +106,7 @@ class LiveModel:
         reads = -(-tokens // chunk)
         progress = _Progress(on_progress, steps + len(through) + reads * (1 + bool(coda)))
         with _memory_as_message(tokens):
-            batch = torch.from_numpy(ids).unsqueeze(0).to(self._device)
+            batch = self._batch(ids)
             with capture(self.model, _SITES) as captured, self._watched(progress):
                 logits = cast(Tensor, self.model(batch))
             arrays = self._arrays(captured, batch)
@@ -144,17 +144,19 @@ class LiveModel:
     ) -> SilencedHead:
         """The same prompt with one query head's attended context (PV, before W_O) silenced at these visits.
 
-        `kind`: "zero", or "mean" (its mean over the prompt's tokens in the run as it was, per visit).
+        `kind`: "zero"; "mean" (its mean over the prompt's tokens in the run as it was, per visit); or "resample" (what it
+        carries at the same place and visit when the tokens after BOS come in another order, one fixed draw).
 
         Raises:
-            InputError: no such layer, head, visit or kind; or a run of another model.
+            InputError: no such layer, head, visit or kind; a run of another model; too few tokens to shuffle.
             MemoryLimitError: as in `run`.
         """
         places = self._places(run, layer, head, visits, kind)
-        progress = _Progress(on_progress, len(self.plan))
-        with _memory_as_message(len(run)), self._silenced(run, places, [head], kind), self._watched(progress):
-            batch = torch.from_numpy(run.tokens).unsqueeze(0).to(self._device)
-            logits = cast(Tensor, self.model(batch))
+        progress = _Progress(on_progress, len(self.plan) * (1 + (kind == "resample")))
+        with _memory_as_message(len(run)):
+            instead = self._instead(run, kind, progress)
+            with self._silenced(places, [head], instead), self._watched(progress):
+                logits = cast(Tensor, self.model(self._batch(run.tokens)))
         return SilencedHead(run, layer, head, tuple(visits), kind, _numpy(logits[0]))
 
     @torch.no_grad()
@@ -172,7 +174,7 @@ class LiveModel:
         Steps before the silenced one are not run again, and a layer's heads run side by side.
 
         Raises:
-            InputError: no such position, target or kind; or a run of another model.
+            InputError: no such position, target or kind; a run of another model; too few tokens to shuffle.
             MemoryLimitError: as in `run`.
         """
         position = run.at(position)
@@ -187,19 +189,20 @@ class LiveModel:
         together = max(1, _SCAN_TOKENS // len(run))
         groups = [range(at, min(at + together, run.heads)) for at in range(0, run.heads, together)]
         starts = [self.plan.step(layer, visits[0]).index for layer, visits in places]
-        total = len(self.plan) + len(groups) * sum(len(self.plan) - start for start in starts)
+        once = len(self.plan) * (1 + (kind == "resample"))
+        total = once + len(groups) * sum(len(self.plan) - start for start in starts)
         progress = _Progress(on_progress, total)
         before = run.log_probs(position)
         after = np.empty((len(places), run.heads, self.config.vocab_size), dtype=np.float64)
         with _memory_as_message(len(run)):
-            batch = torch.from_numpy(run.tokens).unsqueeze(0).to(self._device)
+            instead = self._instead(run, kind, progress)
             with capture(self.model, ("resid",)) as captured, self._watched(progress):
-                self.model(batch, return_type="none")
+                self.model(self._batch(run.tokens), return_type="none")
             for row, ((layer, visits), start) in enumerate(zip(places, starts, strict=True)):
                 state = captured.at("resid", start)
                 steps = [self.plan.step(layer, visit) for visit in visits]
                 for heads in groups:
-                    with self._silenced(run, steps, heads, kind), self._watched(progress):
+                    with self._silenced(steps, heads, instead), self._watched(progress):
                         x = self.model.run_steps(state.expand(len(heads), -1, -1), start=start)
                     last = x[:, position]
                     after[row, heads.start : heads.stop] = log_softmax(_numpy(self.model.logits(last)))
@@ -214,6 +217,9 @@ class LiveModel:
 
     def _ids(self, prompt: str, limit: int) -> np.ndarray:
         return encode(prompt, self.tokenizer, self.config.bos_token_id, limit)
+
+    def _batch(self, tokens: np.ndarray) -> Tensor:
+        return torch.from_numpy(tokens).unsqueeze(0).to(self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -301,14 +307,25 @@ class LiveModel:
         with self.model.hooks(fwd_hooks=[(name, step) for name in names]):
             yield
 
+    def _instead(self, run: LiveRun, kind: str, progress: _Progress) -> Tensor:
+        """What a silenced head carries, [step, token or 1, head, d]."""
+        if kind != "resample":
+            return torch.from_numpy(run.mean_context).unsqueeze(1) * (kind == "mean")
+        if len(run) < 3:
+            raise InputError("resampling shuffles the tokens after BOS and needs two at least: use zero or mean")
+        order = np.random.default_rng(0).permutation(np.arange(1, len(run)))
+        with capture(self.model, ("PV",)) as captured, self._watched(progress):
+            self.model(self._batch(run.tokens[np.append(0, order)]), return_type="none")
+        return torch.stack([captured.at("PV", step.index)[0] for step in self.plan.steps])
+
     @contextmanager
-    def _silenced(self, run: LiveRun, steps: Sequence[Step], heads: Sequence[int], kind: str) -> Iterator[None]:
+    def _silenced(self, steps: Sequence[Step], heads: Sequence[int], instead: Tensor) -> Iterator[None]:
         """Context i of the batch runs without head `heads[i]` at these steps."""
 
         def silence(z: Tensor, hook: Any, step: int) -> Tensor:
             z = z.clone()
             for context, head in enumerate(heads):
-                z[context, :, head] = torch.from_numpy(run.mean_context[step, head]).to(z) if kind == "mean" else 0
+                z[context, :, head] = instead[step, :, head].to(z)
             return z
 
         with ExitStack() as stack:

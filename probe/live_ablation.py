@@ -9,7 +9,11 @@ import numpy as np
 from visitlens.kernels.errors import InputError
 from visitlens.probe.live_run import LiveRun, log_softmax
 
-KINDS = {"zero": "set to zero", "mean": "set to its mean over the prompt"}
+KINDS = {
+    "zero": "set to zero",
+    "mean": "set to its mean over the prompt",
+    "resample": "taken from the prompt with its tokens shuffled",
+}
 """How a head's attended context (PV, before W_O) is silenced."""
 
 

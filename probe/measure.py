@@ -58,6 +58,8 @@ class StatArray:
 
     `values [*axes]`; `replicates [replicate, *axes]` are bootstrap means (None: no interval); `labels[axis]` has one entry
     an element. Arithmetic with another StatArray of the same axes, or with a number, keeps the replicates paired.
+    `counts [*axes]` is n, how many tokens each value is a mean of (of a mean over an axis, or of two arrays, the smallest
+    behind it; None: not known). `ragged`: it is shown, because halting or routing leaves tokens out of visits.
     """
 
     measure: Measure
@@ -68,6 +70,8 @@ class StatArray:
     tokens: int = 0
     aggregation: str = "mean over tokens"
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    counts: np.ndarray | None = None
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         expected = tuple(len(self.labels[axis]) for axis in self.measure.axes)
@@ -95,9 +99,9 @@ class StatArray:
     def mean(self, axis: str) -> StatArray:
         """Uniform mean over one axis, leaving out elements that were never measured (NaN)."""
         at = self._axis(axis)
-        return self._drop(
-            axis, lambda a, lead: _nanmean(a, at + lead), f"{self.aggregation}, mean over {axis.replace('_', ' ')}s"
-        )
+        aggregation = f"{self.aggregation}, mean over {axis.replace('_', ' ')}s"
+        counts = None if self.counts is None or not self.counts.size else np.asarray(_least(self.counts, at))
+        return self._drop(axis, lambda a, lead: _nanmean(a, at + lead), aggregation, counts)
 
     def sel(self, **chosen: Any) -> StatArray:
         """The elements with these labels: `sel(layer=3)`; a list or a function of the label keeps the axis."""
@@ -113,14 +117,16 @@ class StatArray:
                     result,
                     values=result.values.take(keep, at),
                     replicates=None if result.replicates is None else result.replicates.take(keep, at + 1),
+                    counts=None if result.counts is None else result.counts.take(keep, at),
                     labels={**result.labels, axis: [labels[i] for i in keep]},
                 )
                 continue
             if want not in labels:
                 raise InputError(f"{result.measure.name} has no {axis} {want!r}; it has {labels}")
             index = labels.index(want)
+            counts = None if result.counts is None else np.asarray(result.counts.take(index, at))
             result = result._drop(
-                axis, lambda a, lead, at=at, index=index: a.take(index, at + lead), result.aggregation
+                axis, lambda a, lead, at=at, index=index: a.take(index, at + lead), result.aggregation, counts
             )
         return result
 
@@ -137,14 +143,16 @@ class StatArray:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = operation(self.values, other.values)
             replicates = operation(self.replicates, other.replicates) if both else None
-        return replace(self, measure=measure, values=values, replicates=replicates)
+        known = self.counts is not None and other.counts is not None
+        counts = np.minimum(self.counts, other.counts) if known else None
+        return replace(self, measure=measure, values=values, replicates=replicates, counts=counts)
 
     def rename(self, **changes: Any) -> StatArray:
         """With another name, title, unit, definition or paper in its measure."""
         return replace(self, measure=replace(self.measure, **changes))
 
     def to_frame(self) -> pd.DataFrame:
-        """One row an element: labels, value, low, high."""
+        """One row an element: labels, value, low, high, and n where it is known."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -156,10 +164,12 @@ class StatArray:
             else None
         )
         columns = {"value": self.values.ravel(), "low": low.ravel(), "high": high.ravel()}
+        if self.counts is not None:
+            columns["n"] = self.counts.ravel()
         return pd.DataFrame(columns, index=index)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: measure, labels, values and interval (NaN as None), counts, aggregation, provenance."""
+        """JSON-ready: measure, labels, values and interval (NaN as None), n, counts, aggregation, provenance."""
         low, high = self.interval()
         return {
             "measure": {"name": self.measure.name, **self.measure.to_attributes()},
@@ -167,6 +177,7 @@ class StatArray:
             "values": json_numbers(self.values),
             "low": json_numbers(low),
             "high": json_numbers(high),
+            **({} if self.counts is None else {"n": json_numbers(self.counts)}),
             "documents": self.documents,
             "tokens": self.tokens,
             "aggregation": self.aggregation,
@@ -190,8 +201,13 @@ class StatArray:
         if not self.axes:
             return f"{head}\n  {self.values:.4f}  [{low:.4f}, {high:.4f}]"
         if len(self.axes) == 1:
-            rows = zip(self.labels[self.axes[0]], self.values, low, high, strict=True)
-            return "\n".join([head, *(f"  {label}: {v:.4f}  [{a:.4f}, {b:.4f}]" for label, v, a, b in rows)])
+            counts = (
+                [f"  n = {n:,.0f}" for n in self.counts]
+                if self.ragged and self.counts is not None
+                else [""] * len(self.values)
+            )
+            rows = zip(self.labels[self.axes[0]], self.values, low, high, counts, strict=True)
+            return "\n".join([head, *(f"  {label}: {v:.4f}  [{a:.4f}, {b:.4f}]{n}" for label, v, a, b, n in rows)])
         sizes = " x ".join(f"{len(self.labels[a])} {a}" for a in self.axes)
         return f"{head}\n  {sizes}; use .to_frame(), .sel(...), .mean(...) or .plot()"
 
@@ -200,9 +216,16 @@ class StatArray:
             raise InputError(f"{self.measure.name} has no axis {axis!r}; it has {self.axes}")
         return self.axes.index(axis)
 
-    def _drop(self, axis: str, reduce: Callable[[np.ndarray, int], np.ndarray], aggregation: str) -> StatArray:
+    def _drop(
+        self,
+        axis: str,
+        reduce: Callable[[np.ndarray, int], np.ndarray],
+        aggregation: str,
+        counts: np.ndarray | None,
+    ) -> StatArray:
         return replace(
             self,
+            counts=counts,
             measure=replace(self.measure, axes=tuple(a for a in self.axes if a != axis)),
             values=np.asarray(reduce(self.values, 0)),
             replicates=None if self.replicates is None else reduce(self.replicates, 1),
@@ -216,6 +239,12 @@ def json_numbers(array: np.ndarray) -> Any:
     if array.ndim:
         return [json_numbers(row) for row in array]
     return float(array) if np.isfinite(array) else None
+
+
+def _least(counts: np.ndarray, axis: int) -> np.ndarray:
+    """The smallest of those that aren't 0 (what was never measured is left out of a mean); 0 where all are."""
+    least = np.where(counts > 0, counts, np.inf).min(axis)
+    return np.where(np.isfinite(least), least, 0)
 
 
 def _nanmean(array: np.ndarray, axis: int) -> np.ndarray:

@@ -18,10 +18,12 @@ import numpy as np
 
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.schema import GroupTotals
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.phases import PHASES, of_phase
 from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
 from visitlens.probe.visit_matrix import visit_matrix
 
@@ -50,8 +52,8 @@ class RecordedRun:
     labelled by 0-based physical layer and hold looped layers only.
     """
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: Recording, phase: str | None = None) -> None:
+        self.recording, self._phase = recording, phase
         self.plan = recording.plan
         self._stats: dict[str, StatArray] = {}
 
@@ -72,11 +74,34 @@ class RecordedRun:
     @property
     def measures(self) -> tuple[str, ...]:
         """What `stat` can return."""
-        return tuple(sorted(self.recording.totals))
+        return tuple(sorted(self._totals))
+
+    def phase(self, name: str) -> RecordedRun:
+        """Its statistics over one phase of generated texts: "prefill", the prompts, or "decode", what the model wrote.
+
+        Raises:
+            InputError: another name, or a recording of texts that weren't generated.
+        """
+        if name not in PHASES or not self.recording.generated:
+            raise InputError(
+                f"expected a phase among {', '.join(PHASES)} of a recording made with --generate, got {name!r} of {self.name}"
+                + ("" if self.recording.generated else ", whose texts weren't generated")
+            )
+        return RecordedRun(self.recording, name)
+
+    @cached_property
+    def _totals(self) -> dict[str, GroupTotals]:
+        return of_phase(self.recording.totals, self._phase)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Recorded so far; of a phase, those of it."""
+        counted = [int(t.count.sum(0).max(initial=0)) for t in self._totals.values()] if self._phase else []
+        return max(counted) if counted else self.recording.tokens
 
     @cached_property
     def groups(self) -> int:
-        return max(t.total.shape[0] for t in self.recording.totals.values())
+        return max(t.total.shape[0] for t in self._totals.values())
 
     @cached_property
     def _weights(self) -> np.ndarray:
@@ -88,7 +113,7 @@ class RecordedRun:
         Raises:
             RecordingError: the recording doesn't hold it (the message names what it holds, or why not).
         """
-        totals = self.recording.totals.get(name)
+        totals = self._totals.get(name)
         if totals is None:
             near = difflib.get_close_matches(name, self.measures, 3)
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(self.measures)}"
@@ -107,8 +132,10 @@ class RecordedRun:
             replicates=replicates,
             labels={axis: self._labels(axis, size) for axis, size in zip(measure.axes, values.shape, strict=True)},
             documents=self.recording.documents,
-            tokens=self.recording.tokens,
+            tokens=self.tokens,
             provenance=self.provenance,
+            counts=totals.count.sum(0),
+            ragged=bool(self.recording.config.get("ragged")),
         )
         return self._stats[name]
 
@@ -120,6 +147,7 @@ class RecordedRun:
             "config_sha256": run["config_sha256"],
             "weights_sha256": run["config"]["weights_sha256"],
             "data_sha256": run["config"]["data_sha256"],
+            **({"phase": self._phase} if self._phase else {}),
         }
 
     # One visit pair, or one visit, of the looped layers
@@ -162,6 +190,7 @@ class RecordedRun:
             stat,
             values=stat.values.take(order, at),
             replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
+            counts=None if stat.counts is None else stat.counts.take(order, at),
             labels={**stat.labels, "step": steps},
         )
         return _relabel(chosen, "step", "layer", [step.layer for step in steps])
@@ -314,6 +343,8 @@ class RecordedRun:
             measure=measure,
             values=full.values[rows, columns],
             replicates=None if full.replicates is None else full.replicates[:, rows, columns],
+            counts=None if full.counts is None else full.counts[rows, columns],
+            ragged=full.ragged,
             labels={measure.axes[0]: labels},
             documents=full.documents,
             tokens=full.tokens,
@@ -352,7 +383,8 @@ class RecordedRun:
             else "unlooped"
         )
         state = "complete" if r.complete else f"{r.tokens / r.run['tokens']:.0%} recorded"
-        return f"RecordedRun({self.name}: {len(self.plan.visits)} layers, {loop}, {r.tokens:,} tokens of {r.documents} documents, level {r.level}, {state})"
+        phase = f" ({self._phase} alone)" if self._phase else ""
+        return f"RecordedRun({self.name}{phase}: {len(self.plan.visits)} layers, {loop}, {self.tokens:,} tokens of {r.documents} documents, level {r.level}, {state})"
 
 
 def step_label(step: Step) -> str:

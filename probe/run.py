@@ -6,30 +6,39 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from visitlens.hooks import recorder
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.guards import conditions, sample_tokens
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer, sha256_of
+from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.hooks.shards import readable_bytes
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.generated import continue_prompts
 from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
@@ -41,7 +50,8 @@ class RunRequest:
     """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
     ends after the context it falls in.
 
-    `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
+    `generate` makes each document a prompt that the model continues by so many tokens at most; `checks` runs the guards of an
+    adapted model before it is recorded. `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
     side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
     """
 
@@ -62,10 +72,16 @@ class RunRequest:
     engine: str = "process"
     ray_address: str | None = None
     synthetic: str = ""
+    generate: int = 0
+    checks: bool = True
+    mesh: DeviceMesh | None = None
+    """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise InputError(f"expected at least one worker, got {self.workers}")
+        if self.generate < 0:
+            raise InputError(f"expected a number of tokens to generate, got {self.generate}")
         if self.engine not in ENGINES:
             raise InputError(f"expected an engine among {', '.join(ENGINES)}, got {self.engine!r}")
         if self.dtype not in DTYPES:
@@ -95,13 +111,14 @@ class PreparedRun:
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
         self.warnings = [f"synthetic: {request.synthetic}"] if request.synthetic else []
         if contexts is None:
-            contexts, whole = pack_text(request, config)
+            contexts, whole = self._continued() if request.generate else pack_text(request, config)
             if contexts.num_tokens < whole:
                 self.warnings.append(f"truncated: the first {contexts.num_tokens:,} of the text's {whole:,} tokens")
         self.contexts = contexts
         groups = int(contexts.document_groups(request.options.groups).max()) + 1
         geometry = Geometry.of(self.planned.plan, config.to_dict())
-        self.statistics = StatisticsCollector(geometry, groups, request.measures)
+        written = contexts.generated is not None
+        self.statistics = StatisticsCollector(geometry, groups, request.measures, written=written)
         self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.options)
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
 
@@ -109,7 +126,40 @@ class PreparedRun:
     def model(self) -> LoopedMoE | InstrumentedModel:
         """The loaded model."""
         request = self.request
+        if request.mesh is not None:
+            return load_native(resolve(request.checkpoint), request.dtype, request.device, request.mesh)
         return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+
+    def _continued(self) -> tuple[PackedTokens, int]:
+        """The text's documents as prompts, continued by the model."""
+        request, config = self.request, self.planned.config
+        tokenizer = load_tokenizer(resolve(request.checkpoint))
+        texts = [document.text for document in read_documents(request.text)]
+        prompts = [ids[:-1] for ids in encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)]
+        length = min(config.context_length, request.context_length or config.context_length)
+        packed = continue_prompts(self.model, prompts, request.generate, length, check=request.checks)
+        chosen = packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
+        return chosen, packed.num_tokens
+
+    @cached_property
+    def guards(self) -> list[dict[str, Any]]:
+        """What must hold of an adapted model, checked on a few tokens; nothing of the native one, whose tests say so.
+
+        Raises:
+            PlanError: some of it doesn't.
+        """
+        if not self.request.checks or not isinstance(self.model, AdaptedModel):
+            return []
+        found = conditions(self.model, sample_tokens(self.model))
+        # Its cache matters where it generates, and is checked there.
+        failed = [guard for guard in found if guard.ok is False and guard.name != "cached generation"]
+        if failed:
+            said = "; ".join(f"{guard.name}: {guard.detail}" for guard in failed)
+            raise PlanError(
+                f"{self.model.config.family} fails its guards ({said}): its numbers wouldn't mean what they say. `visitlens inspect` "
+                "shows all of them; --no-checks records anyway"
+            )
+        return [guard.to_dict() for guard in found]
 
     def _plan(self) -> PlannedModel:
         """A native model's from its configuration; another's from the model itself, which must be loaded to be known."""
@@ -124,8 +174,9 @@ class PreparedRun:
         size = "a summary of a few MB"
         if self.bytes_needed:
             size = f"about {readable_bytes(self.bytes_needed)} and a summary"
-        documents = len(self.contexts.document_hash)
-        return f"{self.contexts.num_tokens:,} tokens, {documents} documents; writes {size} to {self.request.out}"
+        tokens, documents = self.contexts.num_tokens, len(self.contexts.document_hash)
+        of = f"{tokens:,} token{'s' * (tokens != 1)}, {documents:,} document{'s' * (documents != 1)}"
+        return f"{of}; writes {size} to {self.request.out}"
 
     def __repr__(self) -> str:
         return f"PreparedRun({self}, level {self.request.options.level})"
@@ -133,7 +184,8 @@ class PreparedRun:
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """Of this run."""
-        return provenance(self.request, self.warnings)
+        guards = {"guards": self.guards} if self.guards else {}
+        return {**provenance(self.request, self.warnings), **guards}
 
     def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
         """Writes or continues the recording; returns its path."""
@@ -147,16 +199,17 @@ class PreparedRun:
 
             record_with_workers(self, on_progress)
         else:
-            recorder.record(
-                self.model,
-                self.contexts,
-                request.out,
-                self.statistics,
-                request.options,
-                provenance=self.provenance,
-                attention_implementation=request.attention,
-                on_progress=on_progress,
-            )
+            with nullcontext() if request.mesh is None else leading(cast(LoopedMoE, self.model)):
+                recorder.record(
+                    self.model,
+                    self.contexts,
+                    request.out,
+                    self.statistics,
+                    request.options,
+                    provenance=self.provenance,
+                    attention_implementation=request.attention,
+                    on_progress=on_progress,
+                )
         return request.out
 
     def describe(self) -> dict[str, Any]:
@@ -232,7 +285,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
         "weights_sha256": weights_sha256(request.checkpoint),
         "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
-        "device": request.device,
+        "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",
         "threads": torch.get_num_threads(),
         "seed": None,  # recording draws nothing at random
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

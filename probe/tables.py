@@ -62,13 +62,25 @@ def as_text(stat: StatArray) -> str:
         return "\n".join([head, *(line.rstrip() for line in aligned)])
     names = [label_text(label) for label in stat.labels[stat.axes[0]]] if stat.axes else [""]
     width = max(map(len, names))
-    rows = zip(names, np.atleast_1d(stat.values), np.atleast_1d(low), np.atleast_1d(high), strict=True)
-    return "\n".join([head, *(f"  {n.ljust(width)}  {_number(v)}{_bounds(a, b)}" for n, v, a, b in rows)])
+    columns = [np.atleast_1d(x) for x in (stat.values, low, high)]
+    rows = zip(names, *columns, _each_n(stat), strict=True)
+    return "\n".join([head, *(f"  {n.ljust(width)}  {_number(v)}{_bounds(a, b)}{c}" for n, v, a, b, c in rows)])
+
+
+def _each_n(stat: StatArray) -> list[str]:
+    """Of each value, where they differ."""
+    if stat.counts is None or not stat.ragged:
+        return [""] * stat.values.size
+    return [f"  n = {count:,.0f}" for count in stat.counts.ravel()]
 
 
 def _counts(stat: StatArray) -> str:
     interval = "95% document bootstrap" if np.isfinite(stat.interval()[0]).any() else "none"
-    return f"{stat.documents:,} documents, {stat.tokens:,} tokens; intervals: {interval}"
+    each = ""
+    if stat.counts is not None and stat.ragged:
+        measured = stat.counts[stat.counts > 0]
+        each = f" (n = {measured.min():,.0f} to {measured.max():,.0f})"
+    return f"{stat.documents:,} documents, {stat.tokens:,} tokens{each}; intervals: {interval}"
 
 
 def as_html(stat: StatArray) -> str:
@@ -103,14 +115,14 @@ def _rows(stat: StatArray) -> str:
         return round(5 + (value - start) * scale, 1)
 
     rows = []
-    for name, value, a, b in list(zip(names, values, low, high, strict=True))[:_ROWS]:
+    for name, value, a, b, n in list(zip(names, values, low, high, _each_n(stat), strict=True))[:_ROWS]:
         drawn = f"<line x1='{at(0)}' x2='{at(0)}' y1='0' y2='14' stroke='#9AA5B1'/>"
         if np.isfinite(a) and np.isfinite(b):
             drawn += f"<line x1='{at(a)}' x2='{at(b)}' y1='7' y2='7' stroke='#2166AC' stroke-width='2'/>"
         if np.isfinite(value):
             drawn += f"<circle cx='{at(value)}' cy='7' r='3.5' fill='#2166AC'/>"
         picture = f"<svg width='{_WIDTH}' height='14' role='img' aria-label='{_number(value)}'>{drawn}</svg>"
-        cells = (html.escape(name), _number(value), _bounds(a, b).strip(), picture)
+        cells = (html.escape(name), _number(value), f"{_bounds(a, b)}{n}".strip(), picture)
         rows.append(
             f"<tr><td style='text-align:left'>{cells[0]}</td><td>{cells[1]}</td><td>{cells[2]}</td><td>{cells[3]}</td></tr>"
         )
@@ -123,11 +135,12 @@ def _grid(stat: StatArray) -> str:
     finite = np.abs(stat.values[np.isfinite(stat.values)])
     reach = float(finite.max()) if finite.size and finite.max() else 1.0
     low, high = stat.interval()
+    each = np.array(_each_n(stat)).reshape(stat.values.shape)
     body = []
     for i, name in enumerate(rows[:_ROWS]):
         cells = "".join(
             f"<td style='{_shade(stat.values[i, j] / reach)}' title='{html.escape(name)}, {html.escape(column)}: {_number(stat.values[i, j])}"
-            f"{_bounds(low[i, j], high[i, j])}'>{_number(stat.values[i, j], 3)}</td>"
+            f"{_bounds(low[i, j], high[i, j])}{each[i, j]}'>{_number(stat.values[i, j], 3)}</td>"
             for j, column in enumerate(columns[:_COLUMNS])
         )
         body.append(f"<tr><th style='text-align:left'>{html.escape(name)}</th>{cells}</tr>")

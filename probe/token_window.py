@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,19 +18,40 @@ _CHANGED = 8
 
 
 class Segments:
-    """Where the packed documents of a recording start. Reads one number a token, once."""
+    """The packed documents of a recording, numbered from 0 over all shards. Opens the shards that it is asked about and no
+    more: a shard begins with a document, and numbers rise, so the shard of a number is found by interpolation."""
 
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
-        segment = run.recording.token_table()["segment"]
-        starts = np.flatnonzero(np.diff(segment, prepend=segment[:1] ^ 1))
-        self.bounds = np.append(starts, len(segment))
+        self._shards = run.recording.shards
+        self._known: dict[int, tuple[int, np.ndarray]] = {}
 
     def __len__(self) -> int:
-        return len(self.bounds) - 1
+        first, bounds = self._in_shard(len(self._shards) - 1)
+        return first + len(bounds) - 1
+
+    def span(self, segment: int) -> tuple[int, int]:
+        """The document's first token and the one after its last.
+
+        Raises:
+            InputError: no such document.
+        """
+        first, bounds = self._shard_of(segment)
+        at = segment - first
+        if not 0 <= at < len(bounds) - 1:
+            raise InputError(f"expected a document among 0 to {len(self) - 1}, got {segment}")
+        return int(bounds[at]), int(bounds[at + 1])
 
     def of_token(self, token: int) -> int:
-        return int(np.searchsorted(self.bounds, token, side="right")) - 1
+        """The document that a recorded token lies in."""
+        starts = [shard["token_start"] for shard in self._shards]
+        first, bounds = self._in_shard(max(bisect_right(starts, token) - 1, 0))
+        return first + int(np.clip(np.searchsorted(bounds, token, side="right") - 1, 0, len(bounds) - 2))
+
+    def beside(self, segment: int) -> list[tuple[int, int]]:
+        """(number, tokens) of the documents in the same shard."""
+        first, bounds = self._shard_of(segment)
+        return [(first + at, int(size)) for at, size in enumerate(np.diff(bounds))]
 
     def window(self, segment: int, token: int | None = None) -> TokenWindow:
         """A document, or of a long one the part that holds the token.
@@ -37,14 +59,39 @@ class Segments:
         Raises:
             InputError: no such document.
         """
-        if not 0 <= segment < len(self):
-            raise InputError(f"expected a document among 0 to {len(self) - 1}, got {segment}")
-        start, stop = int(self.bounds[segment]), int(self.bounds[segment + 1])
+        start, stop = self.span(segment)
         if stop - start > MOST_TOKENS:
-            part = ((token if token is not None else start) - start) // MOST_TOKENS
+            part = (token - start) // MOST_TOKENS if token is not None and start <= token < stop else 0
             start += part * MOST_TOKENS
             stop = min(stop, start + MOST_TOKENS)
         return TokenWindow(self.run, start, stop)
+
+    def _shard_of(self, segment: int) -> tuple[int, np.ndarray]:
+        """Of the shard that holds the document, or would."""
+        low, high = 0, len(self._shards) - 1
+        first, bounds = self._in_shard(low)
+        while segment >= first + len(bounds) - 1 and low < high:
+            limit = self._in_shard(high)[0]
+            if segment >= limit:
+                low = high
+            elif high - low > 1:
+                guess = low + (high - low) * (segment - first) // max(limit - first, 1)
+                middle = min(max(guess, low + 1), high - 1)
+                low, high = (low, middle) if segment < self._in_shard(middle)[0] else (middle, high)
+            else:
+                break
+            first, bounds = self._in_shard(low)
+        return first, bounds
+
+    def _in_shard(self, at: int) -> tuple[int, np.ndarray]:
+        """A shard's first document, and where its documents start; the last bound is the shard's end."""
+        if at not in self._known:
+            shard = self._shards[at]
+            start, stop = shard["token_start"], shard["token_start"] + shard["token_count"]
+            segment = self.run.recording.token_table((start, stop), ("segment",))["segment"]
+            starts = np.flatnonzero(np.diff(segment, prepend=segment[:1] ^ 1))
+            self._known[at] = int(segment[0]), np.append(starts, len(segment)) + start
+        return self._known[at]
 
 
 @dataclass(frozen=True)
@@ -62,23 +109,17 @@ class TokenWindow:
 
     def values(self, name: str, pair: VisitPair, head: int | None = None) -> dict[str, np.ndarray]:
         """A stored measure's [token] values at both visits and their difference; or between them. Mean over heads, or one."""
-        stat = self.run.recording.token_stat(name, tokens=(self.start, self.stop))
-        axes = self.run.stat(name).axes
-
-        def at(index: int) -> np.ndarray:
-            part = stat[index]
-            if part.ndim == 1:
-                return part
-            return part[:, head] if head is not None else part.mean(1)
-
-        if axes[0] == "pair":
-            return {"between": at(self.run.plan.pairs.index(pair))}
-        earlier, later = at(pair.earlier.index), at(pair.later.index)
+        if self.run.stat(name).axes[0] == "pair":
+            return {"between": self._at(name, self.run.plan.pairs.index(pair), head)}
+        earlier, later = self.at_step(name, pair.earlier, head), self.at_step(name, pair.later, head)
         return {"earlier": earlier, "later": later, "difference": later - earlier}
 
     def at_step(self, name: str, step: Step, head: int | None = None) -> np.ndarray:
         """The same at one step alone."""
-        part = self.run.recording.token_stat(name, tokens=(self.start, self.stop))[step.index]
+        return self._at(name, step.index, head)
+
+    def _at(self, name: str, index: int, head: int | None) -> np.ndarray:
+        part = self.run.recording.token_stat(name, (self.start, self.stop), index)
         return part if part.ndim == 1 else part[:, head] if head is not None else part.mean(1)
 
     def experts(self, pair: VisitPair) -> list[Experts]:
@@ -122,12 +163,6 @@ def changed_keys(earlier: np.ndarray, later: np.ndarray, most: int = _CHANGED) -
 
 
 def stored_measures(run: RecordedRun) -> tuple[str, ...]:
-    """Measures whose per-token values the recording keeps: found by reading one token of each."""
-    found = []
-    for name in run.measures:
-        try:
-            run.recording.token_stat(name, tokens=(0, 1))
-        except InputError:
-            continue
-        found.append(name)
-    return tuple(found)
+    """Measures whose per-token values the recording keeps, as its first shard says."""
+    inside = run.recording.contents()
+    return tuple(name for name in run.measures if f"stats/{name}" in inside)

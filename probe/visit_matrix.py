@@ -22,9 +22,9 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
     symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
     visits = plan.visits[layer]
 
-    def square(values: np.ndarray, lead: int) -> np.ndarray:
+    def square(values: np.ndarray, lead: int, empty: float = np.nan) -> np.ndarray:
         values = np.moveaxis(values, stat.axes.index("pair") + lead, lead)
-        table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), np.nan)
+        table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), empty)
         for at, pair in pairs:
             cell = (pair.earlier.visit - 1, pair.later.visit - 1)
             for where in {cell, cell[::-1]} if symmetric else {cell}:
@@ -38,5 +38,6 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
         measure=replace(stat.measure, axes=axes),
         values=square(stat.values, 0),
         replicates=None if stat.replicates is None else square(stat.replicates, 1),
+        counts=None if stat.counts is None else square(stat.counts, 0, 0.0),
         labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
     )

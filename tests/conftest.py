@@ -93,7 +93,9 @@ def make_collector() -> Callable[..., StatisticsCollector]:
     def build(
         model: LoopedMoE, text: PackedTokens, measures: Sequence[str] | None = None, groups: int = 128
     ) -> StatisticsCollector:
-        geometry = Geometry.of(model.plan, model.config.to_dict())
+        # What the native model doesn't have: tests of these measures give it some.
+        more = {"learned_sink": "learned_sink_mass" in (measures or ()), "ragged": "visit_share" in (measures or ())}
+        geometry = Geometry.of(model.plan, {**model.config.to_dict(), **more})
         return StatisticsCollector(geometry, int(text.document_groups(groups).max()) + 1, measures)
 
     return build

@@ -6,29 +6,73 @@
   const isMap = (trace) => trace.type === "heatmap";
   const plots = (chart) => chart.querySelector(".js-plotly-plot");
 
-  vl.attach = function () {
-    for (const chart of document.querySelectorAll(".chart")) {
-      const plot = plots(chart);
-      if (!plot || !plot.on || !plot.calcdata) continue;
-      hidden(chart, plot);
-      if (plot.visitlens) continue;
-      plot.visitlens = true;
-      plot.on("plotly_click", (event) => { const p = event.points[0]; if (p) open(chart, place(p)); });
-      plot.on("plotly_hover", (event) => { const p = event.points[0]; if (p) show(chart, place(p), false); });
-      plot.on("plotly_unhover", () => clear(chart));
-      plot.on("plotly_relayout", (change) => zoomed(chart, plot, change));
-      plot.on("plotly_afterplot", () => clear(chart));
+  // Drawing: one chart a turn, those in sight first, so that a click between two charts isn't kept waiting.
+  const drawn = new Map(); // a chart's box -> the figure that is drawn in it
+  let turn = 0;
+  vl.draw = function () {
+    for (const box of drawn.keys()) {
+      if (box.isConnected) continue;
+      if (box.firstChild) window.Plotly.purge(box.firstChild);
+      drawn.delete(box);
     }
+    for (const left of document.querySelectorAll("main .plot-container")) if (!left.closest(".graph")) left.remove();
+    for (const box of document.querySelectorAll("main .graph[data-drawn]")) {
+      if (drawn.get(box) !== box.dataset.figure) delete box.dataset.drawn;
+    }
+    if (document.querySelector("main .graph")) plotly().then(next); else idle(plotly);
   };
+
+  function next() {
+    window.clearTimeout(turn);
+    const waiting = [...document.querySelectorAll("main .graph")].filter((box) => drawn.get(box) !== box.dataset.figure);
+    if (!waiting.length) return;
+    const box = waiting.find(inSight) || waiting[0];
+    const figure = JSON.parse(box.dataset.figure);
+    drawn.set(box, box.dataset.figure);
+    const plot = box.firstChild || box.appendChild(document.createElement("div"));
+    const done = () => { attach(box.parentElement, plot); box.dataset.drawn = "yes"; };
+    window.Plotly.react(plot, figure.data, figure.layout, JSON.parse(box.dataset.config)).then(done).catch(console.error).then(() => {
+      const more = waiting.some((other) => other !== box && inSight(other));
+      if (more) turn = window.setTimeout(next, 0); else idle(next);
+    });
+  }
+
+  function inSight(box) {
+    const at = box.getBoundingClientRect();
+    return at.bottom > 0 && at.top < window.innerHeight;
+  }
+
+  const idle = (work) => (window.requestIdleCallback || ((f) => window.setTimeout(f, 50)))(work, { timeout: 400 });
+
+  // Plotly's script: with the first chart, or once a page without charts is shown.
+  let loading = null;
+  function plotly() {
+    loading = loading || new Promise((resolve) => {
+      const script = document.createElement("script");
+      script.src = document.querySelector("meta[name=plotly]").content;
+      script.onload = () => resolve(window.Plotly);
+      script.onerror = () => { loading = null; vl.toast("The charts can't be drawn: plotly.min.js didn't load"); };
+      document.head.append(script);
+    });
+    return loading;
+  }
+  if (document.documentElement && !/\/$/.test(window.location.pathname)) plotly(); // not the Overview: there will be charts
+
+  function attach(chart, plot) {
+    hidden(chart, plot);
+    if (plot.visitlens) return;
+    plot.visitlens = true;
+    plot.on("plotly_click", (event) => { const p = event.points[0]; if (p) open(chart, place(p)); });
+    plot.on("plotly_hover", (event) => { const p = event.points[0]; if (p) show(chart, place(p), false); });
+    plot.on("plotly_unhover", () => clear(chart));
+    plot.on("plotly_relayout", (change) => zoomed(chart, plot, change));
+    plot.on("plotly_afterplot", () => clear(chart));
+  }
   // A chart inside role=application is described by its label and its table: its SVG is none of a reader's business.
   function hidden(chart, plot) {
     const box = plot.querySelector(".plot-container");
     if (box && !box.hasAttribute("aria-hidden")) box.setAttribute("aria-hidden", "true");
   }
-  new MutationObserver(() => {
-    window.clearTimeout(vl.attaching);
-    vl.attaching = window.setTimeout(vl.attach, 60);
-  }).observe(document.documentElement, { childList: true, subtree: true });
 
   // A place is a trace with a row and column (maps) or a point.
   function place(point) {
@@ -184,8 +228,8 @@
   function zoomed(chart, plot, change) {
     const zoom = options(chart).zoom;
     if (!zoom) return;
-    const x = change["xaxis.range[0]"], y = change["yaxis.range[0]"];
-    if (x === undefined && y === undefined) return;
+    if (zoom.part && change["xaxis.autorange"]) { vl.go(vl.here({ zoom: null })); return; } // a double click
+    if (zoom.factor < 2 || !Object.keys(change).some((key) => /axis\d*\.range/.test(key))) return;
     const xs = plot.layout.xaxis.range, ys = plot.layout.yaxis.range;
     const part = (range, starts) => {
       const [low, high] = [Math.min(...range), Math.max(...range)].map(Math.round);

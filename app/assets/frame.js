@@ -4,7 +4,7 @@
   const vl = (window.visitlens = window.visitlens || {});
   const config = () => JSON.parse(document.getElementById("_dash-config").textContent);
   const prefix = () => config().requests_pathname_prefix || "/";
-  const outside = ["export/", "snapshot/", "health", "assets/"];
+  const outside = ["export/", "snapshot/", "health", "assets/", "plotly.min.js"];
 
   vl.get = function (key, otherwise) {
     try { return JSON.parse(window.localStorage.getItem("visitlens:" + key)) ?? otherwise; } catch { return otherwise; }
@@ -69,7 +69,6 @@
       },
       shown: function (children, title, entries) {
         if (!children) return "";
-        delete document.body.dataset.busy;
         vl.entries = entries || [];
         if (title) document.title = title;
         window.requestAnimationFrame(() => settle(title));
@@ -106,7 +105,8 @@
     for (const twin of document.querySelectorAll(".table-twin[open] .twin")) fill(twin);
     const current = document.querySelector(".text .token[aria-current]");
     if (current && document.activeElement === document.body) current.focus({ preventScroll: true });
-    vl.attach();
+    vl.draw();
+    delete document.body.dataset.busy;
   }
 
   window.addEventListener("popstate", () => { document.body.dataset.busy = "1"; });
@@ -130,7 +130,7 @@
     if (!name) return;
     const changes = { [name]: event.target.value };
     if (name === "run") Object.assign(changes, { token: null, segment: null, context: null, zoom: null });
-    if (name === "context") Object.assign(changes, { token: null, zoom: null });
+    if (name === "context" || name === "segment") Object.assign(changes, { token: null, zoom: null });
     vl.go(vl.here(changes));
   });
 
@@ -143,6 +143,7 @@
     maximise: (button) => maximise(button.closest(".panel")),
     pin: (button) => pin(button.closest(".panel")),
     unpin: (button) => { button.closest(".pinned").remove(); vl.toast("Unpinned"); },
+    "save-table": (button) => saveTable(button.closest(".panel")),
     keep: () => {
       const kept = vl.get("kept", []).filter((k) => k.href !== window.location.href);
       kept.unshift({ text: document.title.replace(" · visitlens", "") + describe(), kind: "kept", href: window.location.href });
@@ -161,6 +162,28 @@
   function describe() {
     const names = [...new URLSearchParams(window.location.search)].filter(([k]) => k !== "run").map(([k, v]) => `${k} ${v}`);
     return names.length ? ": " + names.join(", ") : "";
+  }
+
+  // A card's table as a file: what it shows, with the address it came from.
+  function saveTable(panel) {
+    const title = panel.querySelector("h2").textContent;
+    const fileName = title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) + ".csv";
+    if (panel.querySelector(".ag-root-wrapper")) {
+      window.dash_ag_grid.getApi("heads-table").exportDataAsCsv({ fileName });
+      return;
+    }
+    const cell = (text) => {
+      const plain = text.trim().replace(/^−/, "-");
+      const inert = /^[=+@-]/.test(plain) && !isFinite(plain) ? "'" + plain : plain; // no formula for a spreadsheet
+      return `"${inert.replace(/"/g, '""')}"`;
+    };
+    const rows = [...panel.querySelectorAll("table tr")].map((row) => [...row.cells].map((c) => cell(c.innerText)).join(","));
+    const about = [`# panel: ${title}`, `# page: ${window.location.href}`];
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([[...about, ...rows].join("\n") + "\n"], { type: "text/csv" }));
+    link.download = fileName;
+    link.click();
+    window.setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   }
 
   async function copy(text, said) {

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from visitlens.app.console import counted
+
 
 def info(
     recording: Annotated[Path, typer.Argument(help="A recording.")],
     measures: Annotated[bool, typer.Option("--measures", help="List every measure with its definition.")] = False,
 ) -> None:
-    """Say what a recording holds and where it comes from."""
+    """Say what a recording holds and where it comes from. Exit code 1 where shards are missing or cut."""
     from visitlens.hooks.shards import readable_bytes
     from visitlens.hooks.untrusted import printable
     from visitlens.probe.opened import open as open_recording
@@ -20,22 +22,22 @@ def info(
     rec = open_recording(recording)
     stored, config, run = rec.recording, rec.recording.config, rec.recording.run
     rows = {
-        "recording": f"{recording}  ({'complete' if stored.complete else 'unfinished'})",
+        "recording": f"{recording}  ({'damaged' if stored.damaged else 'complete' if stored.complete else 'unfinished'})",
         "model": f"{stored.provenance.get('checkpoint')}, {config['num_layers']} layers, hidden size {config['hidden_size']}, "
         f"{config['num_heads']} heads, {config['num_experts']} experts of which {config['experts_per_token']} are used",
         "loop": f"layers {min(rec.plan.looped_layers)}-{max(rec.plan.looped_layers)} run {max(rec.plan.visits.values())} times, {len(rec.plan)} steps"
         if rec.looped
         else "none (unlooped)",
-        "text": f"{stored.tokens:,} of {run['tokens']:,} tokens, {stored.documents} documents in {rec.groups} groups, from {stored.provenance.get('text')}",
+        "text": f"{stored.tokens:,} of {run['tokens']:,} tokens, {counted(stored.documents, 'document')} in {counted(rec.groups, 'group')}, from {stored.provenance.get('text')}",
         "level": f"{stored.level}, {run['config']['dtype']}",
-        "size": f"{readable_bytes(sum(s['bytes'] for s in stored.shards))} in {len(stored.shards)} shards"
+        "size": f"{readable_bytes(sum(s['bytes'] for s in stored.shards))} in {counted(len(stored.shards), 'shard')}"
         + (f", {sum(s['bytes'] for s in stored.shards) / stored.tokens:,.0f} bytes a token" if stored.tokens else ""),
         "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
         "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
     }
     for name, value in rows.items():
         typer.echo(f"{name:<10} {printable(value)}")
-    for path, (kind, shape, size) in stored.contents().items():
+    for path, (kind, shape, size) in () if stored.damaged else stored.contents().items():
         typer.echo(f"  {path:<26} {kind} {'x'.join(map(str, shape)):<20} {readable_bytes(size)}")
     for name in stored.analyses:
         typer.echo(f"analysis   {name}")
@@ -43,7 +45,7 @@ def info(
         typer.echo(f"warning    {printable(warning)}")
     if not measures:
         typer.echo(f"measures   {len(rec.measures)} (list them with --measures)")
-        return
-    for name in rec.measures:
+    for name in rec.measures if measures else ():
         measure = rec.stat(name).measure
         typer.echo(f"\n{name} [{', '.join(measure.axes)}] in {measure.unit}\n  {measure.definition}  ({measure.paper})")
+    raise typer.Exit(1 if stored.damaged else 0)

@@ -11,8 +11,11 @@ import typer
 def merge(
     recordings: Annotated[list[Path], typer.Argument(help="Two recordings or more, of one configuration.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The merged recording.")],
+    allow_duplicates: Annotated[
+        bool, typer.Option("--allow-duplicates", help="Count a document that several of them hold each time.")
+    ] = False,
 ) -> None:
     """Merge recordings of one configuration: parts of one run, or runs over different text."""
     from visitlens.hooks.merge import merge as join
 
-    typer.echo(join(recordings, out))
+    typer.echo(join(recordings, out, allow_duplicates=allow_duplicates))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from visitlens.app.console import console, loading, progress_bar, token_bounds
+from visitlens.app.console import comma_separated, console, loading, progress_once_begun, token_bounds
+
+if TYPE_CHECKING:
+    from visitlens.probe.run import RunRequest
 
 
 class Level(StrEnum):
@@ -45,51 +48,69 @@ def record(
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
     ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
+    generate: Annotated[
+        int, typer.Option(help="Take each document as a prompt, and record what the model writes: tokens a prompt.")
+    ] = 0,
+    checks: Annotated[bool, typer.Option(help="Before recording, run the guards of a model of transformers.")] = True,
     synthetic: Annotated[
         str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
     ] = "",
 ) -> None:
-    """Run a model over text and record what each visit does."""
+    """Run a model over text and record what each visit does.
+
+    A native model that is too large for one device: `torchrun --nproc-per-node N -m visitlens record ... --device cuda`.
+    """
     from visitlens.probe import loaded
 
     folder = loaded.checkpoint(checkpoint)  # a mistyped path is told before torch is imported
     loaded.check_text(text)
-    with loading("torch and the model"):
+    with loading("torch"):
         from visitlens.hooks.recorder import RecordingOptions
-        from visitlens.probe.run import PreparedRun, RunRequest
+        from visitlens.probe.ranks import ranks
+        from visitlens.probe.run import RunRequest
 
-        options = RecordingOptions(
-            level=level.value,
-            sites=tuple(s.strip() for s in sites.split(",") if s.strip()),
-            activation_tokens=token_bounds(token_range),
-            groups=groups,
-            batch=batch,
-            shard_tokens=shard_tokens,
-        )
-        request = RunRequest(
-            checkpoint=folder,
-            text=text,
-            out=out,
-            options=options,
-            dtype=dtype,
-            device=device,
-            context_length=context,
-            max_tokens=max_tokens,
-            threads=threads,
-            workers=workers,
-            engine=engine.value,
-            ray_address=ray_address,
-            synthetic=synthetic,
-            model_options=model_options(steps, trust_remote_code),
-        )
+    options = RecordingOptions(
+        level=level.value,
+        sites=comma_separated(sites),
+        activation_tokens=token_bounds(token_range),
+        groups=groups,
+        batch=batch,
+        shard_tokens=shard_tokens,
+    )
+    request = RunRequest(
+        checkpoint=folder,
+        text=text,
+        out=out,
+        options=options,
+        dtype=dtype,
+        device=device,
+        context_length=context,
+        max_tokens=max_tokens,
+        threads=threads,
+        workers=workers,
+        engine=engine.value,
+        ray_address=ray_address,
+        synthetic=synthetic,
+        generate=generate,
+        checks=checks,
+        model_options=model_options(steps, trust_remote_code),
+    )
+    with ranks(request) as request:
+        if request is not None:  # else another rank has done the work
+            _record(request)
+
+
+def _record(request: RunRequest) -> None:
+    from visitlens.probe.run import PreparedRun
+
+    with loading("the model and the text"):
         run = PreparedRun(request)
-        if workers == 1 and engine is Engine.process:
+        if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
     console.print(str(run))
-    with progress_bar() as progress:
-        task = progress.add_task("recording", total=None)
-        run.record(lambda done, total: progress.update(task, completed=done, total=total))
-    typer.echo(out)
+    with progress_once_begun("recording") as show:
+        run.record(show)
+    typer.echo(request.out)
 
 
 def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:

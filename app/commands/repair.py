@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, plain
+from visitlens.app.console import console, counted, plain
 
 
 def repair(
@@ -23,4 +23,4 @@ def repair(
     report = rebuild(path, set_aside=set_aside)
     for note in report.notes:
         console.print(f"[cyan]note:[/] {plain(printable(note))}", soft_wrap=True)
-    typer.echo(f"{path}: rebuilt from {report.shards} shards, {report.tokens:,} tokens")
+    typer.echo(f"{path}: rebuilt from {counted(report.shards, 'shard')}, {counted(report.tokens, 'token')}")

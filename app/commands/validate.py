@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, plain
+from visitlens.app.console import console, counted, plain
 
 
 def validate(
@@ -30,6 +30,8 @@ def validate(
         for what in found:
             console.print(f"[{colour}]{kind}:[/] {plain(printable(what))}", soft_wrap=True)
     state = {0: "whole", 1: "damaged or refused", 3: "sound, unfinished"}[report.exit_code]
-    counted = f"{report.shards} sound shards, {report.tokens:,} tokens" if path.is_dir() else "one file"
-    typer.echo(f"{path}: {state} ({counted})")
+    held = (
+        f"{counted(report.shards, 'sound shard')}, {counted(report.tokens, 'token')}" if path.is_dir() else "one file"
+    )
+    typer.echo(f"{path}: {state} ({held})")
     raise typer.Exit(report.exit_code)

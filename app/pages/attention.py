@@ -5,136 +5,198 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.attention import ContextMap, Pooled, context_map, context_of, key_changes, pooled_difference
+from visitlens.app.attention import (
+    Place,
+    Pooled,
+    Region,
+    both_maps,
+    key_changes,
+    looped_layer,
+    place_of,
+    pooled_by_tiles,
+    source,
+    token_texts,
+)
 from visitlens.app.components import selector, state
 from visitlens.app.context import View
+from visitlens.app.documents import segment_choices
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
-from visitlens.app.plots import Line, visit_maps
+from visitlens.app.plots import Line, Plot, visit_maps
+from visitlens.kernels.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.figures.theme import Theme, token_text
 
 PATH, TITLE, ORDER = "/attention", "Attention", 22
 NEEDS = ("looped",)
 CONTROLS = ("visits", "layer", "head")
-PARAMETERS = ("context", "zoom")
-_FULL_LABELS = 64
+PARAMETERS = ("context", "zoom", "pool")
+_ROWS, _TILE = 1000, 512
 
 
 def layout(view: View) -> list[Any]:
     panels: list[Any] = []
-    if view.recorded.recording.level == "maps":
-        panels.append(map_panel(view))
+    if source(view):
+        panels.append(_map_or_reason(view))
         if view.selection.token is not None:
             panels.append(key_changes(view, view.selection.token))
     else:
+        level = view.recorded.recording.level
         panels.append(
-            state(
-                "No attention maps in this recording",
-                [
-                    f"{view.recorded.name} is of level {view.recorded.recording.level}; maps of single contexts need --level maps (contexts of at most 256 tokens). "
-                    "What follows are each head's statistics over all tokens."
-                ],
-                "note wide",
+            _note(
+                f"{view.recorded.name} is of level {level}. Maps of single contexts need either Q and K, from which they are made "
+                "(record again with --level activations --sites Q,K), or stored maps of short contexts "
+                "(--level maps --context 256). What follows are each head's statistics over all tokens."
             )
         )
     panels += [_sink(view), *_attended(view), _stages(view), registered_panel(view, "sink-profile", wide=True)]
     return [panel for panel in panels if panel is not None]
 
 
-def map_panel(view: View) -> Panel:
-    """Earlier | later | difference of one context, pooled where it is larger than a browser draws at ease."""
-    extra = view.selection.extra
-    token = view.selection.token
-    asked = extra.get("context", "")
-    context = int(asked) if asked.isdigit() else context_of(view, token)[0] if token is not None else 0
-    maps = context_map(view, context)
-    region = parse_zoom(extra.get("zoom", ""), maps.tokens)
-    ids = view.recorded.recording.token_table(tokens=(maps.start, maps.start + maps.tokens))["id"]
-    texts = view.context.texts.texts(view.recorded, ids)
-    a, b = view.visits
-    earlier, later, difference = pooled_difference(
-        maps.earlier, maps.later, rows=region.get("rows"), columns=region.get("columns")
-    )
+def _note(text: str) -> Any:
+    return state("No attention maps in this recording", [text], "note wide")
 
-    def draw(theme: Theme) -> go.Figure:
-        rows = [_label(maps.start + int(i), texts[int(i)], earlier.factor) for i in earlier.row_starts]
-        columns = [_label(maps.start + int(i), texts[int(i)], earlier.factor) for i in earlier.column_starts]
+
+def _map_or_reason(view: View) -> Any:
+    try:
+        return map_panel(view)
+    except RecordingError as error:
+        return _note(str(error))
+
+
+def map_panel(view: View) -> Panel:
+    """Earlier | later | difference of one context or document, pooled where it is larger than a browser draws at ease.
+
+    Raises:
+        RecordingError: no map can be made from this model's Q and K.
+    """
+    extra, token = view.selection.extra, view.selection.token
+    asked = extra.get("context", "")
+    place = place_of(view, token, int(asked) if asked.isdigit() and len(asked) < 10 else None)
+    layer = looped_layer(view)
+    zoomed = parse_zoom(extra.get("zoom", ""), place.tokens)
+    region = Region.of((place.tokens, place.tokens), **zoomed)
+    how = "mean" if extra.get("pool") == "mean" else "max"
+    earlier, later, difference = pooled_by_tiles(lambda *rows: both_maps(view, place, rows), region, how)
+    texts = token_texts(view, place)
+    a, b = view.visits
+
+    def draw(theme: Theme) -> Plot:
+        rows = [_label(place.start + int(i), texts[int(i)], earlier.factor) for i in earlier.row_starts]
+        columns = [_label(place.start + int(i), texts[int(i)], earlier.factor) for i in earlier.column_starts]
         titles = (f"visit {a}", f"visit {b}", f"difference: visit {b} − visit {a}")
-        figure = visit_maps(
+        return visit_maps(
             theme,
-            earlier.values.astype(np.float32),
-            later.values.astype(np.float32),
+            earlier.values,
+            later.values,
+            difference.values,
             titles=titles,
             rows=rows,
             columns=columns,
             row_title="query",
             column_title="key",
             unit="share of mass",
-            column_ticks=[str(maps.start + int(i)) for i in earlier.column_starts],
+            column_ticks=[str(place.start + int(i)) for i in earlier.column_starts],
             height=470,
-            selected=_cell(maps, token, region) if earlier.factor == 1 else None,
+            selected=None if earlier.factor > 1 or zoomed else _cell(place, token, difference.values),
         )
-        figure.data[2].z = difference.values
-        return figure
 
     def rows() -> list[dict[str, Any]]:
-        change = maps.later.astype(np.float32) - maps.earlier
-        order = np.argsort(-np.abs(change), axis=None)[:1000]
+        """Of the whole map, where it changes most; a pooled one is gone through in tiles."""
+        kept: list[tuple[float, int, int, float, float]] = []
+        for low in range(0, place.tokens, _TILE):
+            tile = both_maps(view, place, (low, min(low + _TILE, place.tokens)))
+            before, after = (values.astype(np.float32) for values in tile)
+            change = after - before
+            order = np.argsort(-np.abs(change), axis=None, kind="stable")[:_ROWS]
+            places = zip(*np.unravel_index(order, change.shape), strict=True)
+            kept += [
+                (float(change[i, j]), low + int(i), int(j), float(before[i, j]), float(after[i, j])) for i, j in places
+            ]
+        kept.sort(key=lambda cell: -abs(cell[0]))
         return [
             {
-                "query": maps.start + int(i),
+                "query": place.start + i,
                 "query text": texts[i],
-                "key": maps.start + int(j),
+                "key": place.start + j,
                 "key text": texts[j],
-                f"visit {a}": float(maps.earlier[i, j]),
-                f"visit {b}": float(maps.later[i, j]),
-                "difference": float(change[i, j]),
+                f"visit {a}": before,
+                f"visit {b}": after,
+                "difference": change,
             }
-            for i, j in zip(*np.unravel_index(order, change.shape), strict=True)
+            for change, i, j, before, after in kept[:_ROWS]
         ]
 
     pooled = (
-        f" Pooled {earlier.factor}x: each cell is the largest of {earlier.factor} x {earlier.factor}; drag to zoom in."
+        f" Pooled {region.factor}x: each cell is the {'mean' if how == 'mean' else 'largest'} of {region.factor} x {region.factor}; drag to zoom in, double-click for the whole."
         if earlier.factor > 1
         else ""
     )
-    contexts = selector(
-        "context", "context", [(str(n), str(n + 1)) for n in range(min(maps.contexts, 500))], str(maps.context)
-    )
+    what = f"{place.kind[0].upper()}{place.kind[1:]} {place.index + 1:,} of {place.count:,}"
+    cut = "" if place.whole else f" Its first {place.tokens:,} tokens."
     return Panel(
         key="map",
-        title=f"Attention of layer {view.layer}, head {view.head}",
+        title=f"Attention of layer {layer}, head {view.head}",
         draw=draw,
         caption=[
-            f"Context {maps.context + 1} of {maps.contexts}, tokens {maps.start:,} to {maps.start + maps.tokens - 1:,}. Rows are queries, columns keys; both visits share one scale, the difference is symmetric about zero.{pooled} No interval: single attention weights.",
+            f"{what}, n = {place.tokens:,} tokens from token {place.start:,}.{cut} Rows are queries, columns keys; both visits share one scale, the difference is symmetric about zero.{pooled} No interval: single attention weights.",
         ],
-        data={
-            "context": maps.context,
-            "layer": view.layer,
+        data=lambda: {
+            place.kind: place.index,
+            "layer": layer,
             "head": view.head,
             "visits": [a, b],
+            "pooled": region.factor,
+            "pooled by": how,
+            "queries": (place.start + earlier.row_starts).tolist(),
+            "keys": (place.start + earlier.column_starts).tolist(),
             "tokens": texts,
-            "earlier": maps.earlier.round(4).tolist(),
-            "later": maps.later.round(4).tolist(),
+            "earlier": earlier.values.astype(np.float64).round(4).tolist(),
+            "later": later.values.astype(np.float64).round(4).tolist(),
         },
         rows=rows,
-        code=notebook(
-            view,
-            f"maps = rec.recording.attention_maps(layer={view.layer}, visit={b})  # [context, head, query, key]\nmaps[{maps.context}, {view.head}]",
-        ),
-        links={"path": "/attention", "y": "token", "keep": {"context": str(maps.context)}},
+        code=notebook(view, _code(view, place, layer)),
+        links={"path": "/attention", "y": "token", "keep": _kept(place)},
         linked=True,
         morph=(0, 1),
-        zoom=_zoom(earlier) if earlier.factor > 1 else None,
+        zoom=_zoom(earlier, bool(zoomed)) if region.factor > 1 or zoomed else None,
         wide=True,
         tools=[
-            contexts,
-            *([html.A("whole map", href=view.href(zoom=None), className="text-button")] if region else []),
+            _picker(view, place),
+            *([_pooling(how)] if region.factor > 1 else []),
+            *([html.A("whole map", href=view.href(zoom=None), className="text-button")] if zoomed else []),
         ],
+    )
+
+
+def _picker(view: View, place: Place) -> Any:
+    if place.kind == "document":
+        choices, _ = segment_choices(view)
+        return selector("document", "segment", choices, str(place.index))
+    return selector(
+        "context", "context", [(str(n), str(n + 1)) for n in range(min(place.count, 500))], str(place.index)
+    )
+
+
+def _pooling(how: str) -> Any:
+    return selector("pooled by", "pool", [("max", "largest"), ("mean", "mean")], how)
+
+
+def _kept(place: Place) -> dict[str, str]:
+    """What a click on a cell keeps beside the token."""
+    return {"context" if place.kind == "context" else "segment": str(place.index)}
+
+
+def _code(view: View, place: Place, layer: int) -> str:
+    visit = view.visits[1]
+    if place.kind == "context":
+        return f"maps = rec.recording.attention_maps(layer={layer}, visit={visit})  # [context, head, query, key]\nmaps[{place.index}, {view.head}]"
+    span = f"({place.start}, {place.start + place.tokens})"
+    return (
+        "from visitlens.probe.attention_from_qk import attention_from_qk\n"
+        f"attention_from_qk(rec, layer={layer}, visit={visit}, head={view.head}, tokens={span})  # [query, key]"
     )
 
 
@@ -147,8 +209,9 @@ def parse_zoom(text: str, size: int) -> dict[str, tuple[int, int]]:
     return {"rows": (r0, r1), "columns": (c0, c1)} if r0 < r1 and c0 < c1 else {}
 
 
-def _zoom(pooled: Pooled) -> dict[str, Any]:
-    return {"factor": pooled.factor, "rows": pooled.row_starts.tolist(), "columns": pooled.column_starts.tolist()}
+def _zoom(pooled: Pooled, part: bool) -> dict[str, Any]:
+    rows, columns = pooled.row_starts.tolist(), pooled.column_starts.tolist()
+    return {"factor": pooled.factor, "rows": rows, "columns": columns, "part": part}
 
 
 def _label(token: int, text: str, factor: int) -> str:
@@ -156,11 +219,12 @@ def _label(token: int, text: str, factor: int) -> str:
     return f"{token} {token_text(text[:14])}" if factor == 1 else f"{token}+"
 
 
-def _cell(maps: ContextMap, token: int | None, region: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
-    if token is None or region or not maps.start <= token < maps.start + maps.tokens:
+def _cell(place: Place, token: int | None, change: np.ndarray) -> tuple[int, int] | None:
+    """The chosen query and the key that changes most for it."""
+    if token is None or token not in place:
         return None
-    at = token - maps.start
-    return at, int(np.abs(maps.later[at].astype(np.float32) - maps.earlier[at]).argmax())
+    at = token - place.start
+    return at, int(np.abs(change[at]).argmax())
 
 
 def _sink(view: View) -> Panel:
@@ -176,7 +240,7 @@ def _sink(view: View) -> Panel:
 def _attended(view: View) -> list[Panel]:
     """What a head attends to at both visits, against another head at one visit; for the selected layer."""
     run, panels = view.recorded, []
-    layer = view.layer if view.layer in run.plan.looped_layers else run.plan.looped_layers[0]
+    layer = looped_layer(view)
     for name in ("top1_match", "top8_overlap", "mass_overlap"):
         if name not in run.measures:
             continue

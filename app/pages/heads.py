@@ -188,7 +188,7 @@ def _table_card(view: View) -> html.Section:
     )
     return card(
         "All heads",
-        [html.Div(grid, **attrs({"data-ag-theme-mode": view.theme.name})), note],
+        [html.Div(grid, className="grid", **attrs({"data-ag-theme-mode": view.theme.name})), note],
         wide=True,
         key="all-heads",
     )

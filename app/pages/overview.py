@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.components import attrs, badge, card, number, state, table
-from visitlens.app.context import View
+from visitlens.app.context import View, routed
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
-from visitlens.app.plots import one_map
+from visitlens.app.plots import Plot, one_map
 from visitlens.probe.figures.pair import describe as describe_run
 from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.series import with_interval
@@ -74,9 +73,9 @@ def grid_panel(view: View) -> Panel:
                 row["missing"] = entry.error or "not measured" if entry else "no recording"
             rows.append(row)
 
-    def draw(theme: Theme) -> go.Figure:
+    def draw(theme: Theme) -> Plot:
         scales, levels = [escape(s) for s in grid.scales], [f"S = {escape(v)}%" for v in grid.levels]
-        figure = one_map(
+        drawn = one_map(
             theme,
             values,
             rows=levels,
@@ -86,12 +85,11 @@ def grid_panel(view: View) -> Panel:
             unit=chosen.unit,
             height=150 + 44 * len(levels),
         )
-        figure.data[0].texttemplate = "%{z:.3f}"
-        for i, j in zip(*np.nonzero(np.isnan(values)), strict=True):
-            figure.add_annotation(
-                x=scales[j], y=levels[i], text="missing", showarrow=False, font={"size": 11, "color": theme.muted}
-            )
-        return figure
+        drawn["data"][0]["texttemplate"] = "%{z:.3f}"
+        pale = {"text": "missing", "showarrow": False, "font": {"size": 11, "color": theme.muted}}
+        gone = zip(*np.nonzero(np.isnan(values)), strict=True)
+        drawn["layout"]["annotations"] = [{**pale, "x": scales[j], "y": levels[i]} for i, j in gone]
+        return drawn
 
     missing = sum("missing" in row for row in rows)
     links = [
@@ -105,7 +103,7 @@ def grid_panel(view: View) -> Panel:
         caption=[
             f"{len(rows) - missing} of {len(rows)} cells; mean over looped layers; intervals in the table. In the paper: {chosen.paper}. A cell opens its run."
         ],
-        data={"headline": chosen.key, "cells": rows},
+        data=lambda: {"headline": chosen.key, "cells": rows},
         rows=lambda: rows,
         code=f"import visitlens as vl\n\nrec = vl.open('run.vlens')\n{chosen.code}\n",
         links={"hrefs": hrefs},
@@ -118,10 +116,13 @@ def _identity(view: View) -> html.Section:
     run = view.recorded
     recording, config = run.recording, run.recording.config
     model = describe_run(run)
+    experts = "dense feed-forward"
+    if routed(run):
+        experts = f"{config['num_experts']} experts, {config['experts_per_token']} a token"
     facts = {
         "model": recording.provenance.get("checkpoint") or "unknown",
         "loop": span(model),
-        "size": f"{len(run.plan.visits)} layers, {config.get('num_heads')} heads, {config.get('num_experts') or 'no'} experts, {config.get('experts_per_token') or 0} a token",
+        "size": f"{len(run.plan.visits)} layers, {config.get('num_heads')} heads, {experts}",
         "text": f"{recording.tokens:,} tokens of {recording.documents:,} documents",
         "level": recording.level,
     }

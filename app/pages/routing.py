@@ -104,7 +104,7 @@ def _transitions(view: View) -> Panel:
             f"n = {table.documents:,} documents, {table.tokens:,} tokens. Share of tokens that use the row's expert at visit {a} and the column's at visit {b}, minus the product of the two loads: red pairs go together more often than independent choices would. No interval: one total for all documents.",
             f"Definition: {measure.definition} ({measure.paper})",
         ],
-        data={"transitions": table.to_dict(), "excess": excess.tolist()},
+        data=lambda: {"transitions": table.to_dict(), "excess": excess.tolist()},
         rows=rows,
         code=notebook(
             view, f"rec.between_visits('expert_transitions', visits={view.visits}).sel(layer={layer}).plot()"

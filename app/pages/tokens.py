@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.attention import key_changes
+from visitlens.app.attention import key_changes, looped_layer, source
 from visitlens.app.components import attrs, card, number, table
 from visitlens.app.context import View, routed
 from visitlens.app.controls import measures
+from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
+from visitlens.app.plots import Plot, plot
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text
 from visitlens.probe.measure import Measure, json_numbers
-from visitlens.probe.token_window import Experts, Segments, TokenWindow, stored_measures
+from visitlens.probe.token_window import Experts, TokenWindow, stored_measures
 
 PATH, TITLE, ORDER = "/tokens", "Tokens", 12
 NEEDS = ("tokens", "looped")
 CONTROLS = ("metric", "visits", "layer", "head", "agg", "segment")
-_PICKED = 200
 AGGREGATIONS = {"mean": "mean over heads", "each": "this head"}
 
 
@@ -37,40 +37,18 @@ def metric(view: View) -> str:
     return next((n for n in (view.selection.metric, "shared_expert_count", "sink_mass") if n in names), names[0])
 
 
-def segments(view: View) -> Segments:
-    return view.remember("segments", lambda: Segments(view.recorded))
-
-
-def segment_of(view: View, found: Segments) -> int:
-    """Chosen, else the token's, else the first document with something to read in it."""
-    token, chosen = view.selection.token, view.selection.segment
-    if chosen is not None and chosen < len(found):
-        return chosen
-    return found.of_token(token) if token is not None else _first_long(found)
-
-
-def segment_choices(view: View) -> tuple[list[tuple[str, str]], str]:
-    """For the picker of packed documents: those around the one shown."""
-    found = segments(view)
-    here = segment_of(view, found)
-    first = max(0, min(here - _PICKED // 2, len(found) - _PICKED))
-    sizes = np.diff(found.bounds)
-    around = range(first, min(first + _PICKED, len(found)))
-    return [(str(n), f"{n + 1} ({sizes[n]} tokens)") for n in around], str(here)
-
-
 def layout(view: View) -> list[Any]:
     found = segments(view)
     segment = segment_of(view, found)
     window = found.window(segment, view.selection.token)
     name = metric(view)
     pairs = view.recorded.plan.visit_pairs(*view.visits)
-    pair = next((pair for pair in pairs if pair.layer == view.layer), pairs[0])
+    pair = next(pair for pair in pairs if pair.layer == looped_layer(view))
     head = view.head if view.selection.agg == "each" and "head" in view.recorded.stat(name).axes else None
     values = window.values(name, pair, head)
     texts = view.context.texts.texts(view.recorded, window.table["id"])
     items: list[Any] = [
-        _text(view, window, segment, len(found), name, values, texts),
+        _text(view, window, segment, found.span(segment), len(found), name, values, texts),
         _line(view, window, name, values, texts, head),
     ]
     token = view.selection.token
@@ -79,7 +57,7 @@ def layout(view: View) -> list[Any]:
         if routed(view.recorded):
             items.append(_experts(view, window.experts(pair)[at], token, texts[at]))
         items.append(_values(view, window, at, pair, texts[at]))
-        if view.recorded.recording.level == "maps":
+        if source(view):
             items.append(key_changes(view, token))
     else:
         items.append(
@@ -92,17 +70,11 @@ def layout(view: View) -> list[Any]:
     return items
 
 
-def _first_long(found: Segments) -> int:
-    """The first document with something to read in it."""
-    sizes = np.diff(found.bounds)
-    long = np.flatnonzero(sizes >= 16)
-    return int(long[0]) if len(long) else int(sizes.argmax())
-
-
 def _text(
     view: View,
     window: TokenWindow,
     segment: int,
+    span: tuple[int, int],
     count: int,
     name: str,
     values: dict[str, np.ndarray],
@@ -129,12 +101,13 @@ def _text(
             )
         )
     measure = view.recorded.stat(name).measure
-    what = f"{measure.title}: {'later visit minus earlier' if diverges else 'between the visits'}, layer {view.layer}"
+    what = f"{measure.title}: {'later visit minus earlier' if diverges else 'between the visits'}, layer {looped_layer(view)}"
     steps = [
         html.A("← previous document", href=view.href(segment=segment - 1, token=None))
         if segment
         else html.Span("← previous document"),
         html.Span(f"document {segment + 1:,} of {count:,}, tokens {window.start:,} to {window.stop - 1:,}"),
+        *_parts(view, window, segment, span),
         html.A("next document →", href=view.href(segment=segment + 1, token=None))
         if segment + 1 < count
         else html.Span("next document →"),
@@ -167,6 +140,16 @@ def _text(
     )
 
 
+def _parts(view: View, window: TokenWindow, segment: int, span: tuple[int, int]) -> list[html.A]:
+    """Of a document that is too long for one window: its part before and after this one."""
+    parts = []
+    if window.start > span[0]:
+        parts.append(html.A("part before", href=view.href(segment=segment, token=window.start - 1)))
+    if window.stop < span[1]:
+        parts.append(html.A("part after", href=view.href(segment=segment, token=window.stop)))
+    return parts
+
+
 def _line(
     view: View, window: TokenWindow, name: str, values: dict[str, np.ndarray], texts: Sequence[str], head: int | None
 ) -> Panel:
@@ -174,32 +157,35 @@ def _line(
     labels = {"earlier": f"visit {a}", "later": f"visit {b}", "between": f"visits {a} and {b}"}
     places = list(range(window.start, window.stop))
 
-    def draw(theme: Theme) -> go.Figure:
-        figure = go.Figure()
+    def draw(theme: Theme) -> Plot:
+        traces = []
         for key, label in labels.items():
             if key not in values:
                 continue
             style = theme.visit({"earlier": a, "later": b, "between": 1}[key])
-            figure.add_scatter(
-                x=places,
-                y=json_numbers(values[key]),
-                name=label,
-                mode="lines",
-                line={"color": style.colour, "dash": style.dash, "width": 1.4},
-                customdata=[token_text(text) for text in texts],
-                hovertemplate="token %{x} “%{customdata}”: %{y:.4f}",
+            traces.append(
+                {
+                    "type": "scatter",
+                    "x": places,
+                    "y": json_numbers(values[key]),
+                    "name": label,
+                    "mode": "lines",
+                    "line": {"color": style.colour, "dash": style.dash, "width": 1.4},
+                    "customdata": [token_text(text) for text in texts],
+                    "hovertemplate": "token %{x} “%{customdata}”: %{y:.4f}",
+                }
             )
-        if view.selection.token is not None:
-            figure.add_vline(x=view.selection.token, line={"color": theme.muted, "width": 1})
-        figure.update_xaxes(title_text="token")
-        figure.update_yaxes(title_text=escape(measure.unit))
-        return figure.update_layout(
-            template=theme.template(),
-            height=280,
-            margin={"t": 34, "l": 60, "r": 16, "b": 46},
-            showlegend="between" not in values,
-            legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        )
+        layout: dict[str, Any] = {
+            "xaxis": {"title": {"text": "token"}},
+            "yaxis": {"title": {"text": escape(measure.unit)}},
+            "margin": {"t": 34, "l": 60, "r": 16, "b": 46},
+            "showlegend": "between" not in values,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
+        }
+        if (token := view.selection.token) is not None:
+            upright = {"type": "line", "x0": token, "x1": token, "yref": "y domain", "y0": 0, "y1": 1}
+            layout["shapes"] = [{**upright, "line": {"color": theme.muted, "width": 1}}]
+        return plot(theme, traces, layout, 280)
 
     def rows() -> list[dict[str, Any]]:
         return [
@@ -219,12 +205,12 @@ def _line(
         title=f"{measure.title}, token by token",
         draw=draw,
         caption=[
-            f"n = {len(places):,} tokens of one document, layer {view.layer}; {over}; unit: {measure.unit}. No interval: each token's own value.",
+            f"n = {len(places):,} tokens of one document, layer {looped_layer(view)}; {over}; unit: {measure.unit}. No interval: each token's own value.",
             f"Definition: {measure.definition} ({measure.paper})",
         ],
-        data={
+        data=lambda: {
             "measure": measure.name,
-            "layer": view.layer,
+            "layer": looped_layer(view),
             "tokens": places,
             **{k: json_numbers(v) for k, v in values.items()},
         },
@@ -262,7 +248,7 @@ def _experts(view: View, experts: Experts, token: int, text: str) -> html.Sectio
     chance = k * k / view.recorded.recording.config["num_experts"]
     said = f"{len(experts.kept)} of {k} experts kept, {len(experts.dropped)} dropped, {len(experts.new)} new; uniform chance keeps {chance:.2f}."
     return card(
-        f"Experts of token {token} “{_visible(text)}”, layer {view.layer}",
+        f"Experts of token {token} “{_visible(text)}”, layer {looped_layer(view)}",
         [
             html.P(said, className="figure-line"),
             table(columns, rows, "Experts of one token at two visits, with their gates."),
@@ -293,7 +279,7 @@ def _values(view: View, window: TokenWindow, at: int, pair: Any, text: str) -> h
     ]
     note = "Values of this token, mean over heads; the last column is the mean over all tokens and layers."
     return card(
-        f"Values of token {window.start + at} “{_visible(text)}”, layer {view.layer}",
+        f"Values of token {window.start + at} “{_visible(text)}”, layer {looped_layer(view)}",
         [table(columns, rows, note, key="name", current=metric(view))],
         key="values",
     )

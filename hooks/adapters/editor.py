@@ -14,6 +14,7 @@ from visitlens.hooks.adapters.observer import StepObserver, recomputing
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change
 from visitlens.hooks.loop_plan import Step
+from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
@@ -30,7 +31,7 @@ class StepEditor(StepObserver):
 
     def __init__(self, adapted: AdaptedModel, places: Collection[tuple[str, Step]], change: Change) -> None:
         super().__init__(adapted, Captured(adapted.plan, tuple({site: None for site, _ in places})))
-        self.change, self.places = change, {(site, step.index) for site, step in places}
+        self.change, self.edited = change, {(site, step.index) for site, step in places}
 
     def attention_editors(self) -> Mapping[nn.Module, StepEditor]:
         return dict.fromkeys(self.attention_observers(), self)
@@ -59,7 +60,7 @@ class StepEditor(StepObserver):
     def after(self, call: AttentionCall) -> AttentionCall:
         """Its pattern and its output, changed. The pattern is formed only where it is asked for."""
         output, weights = call.output, call.weights
-        if ("P", self.step) in self.places:
+        if ("P", self.step) in self.edited:
             pattern = self._store("P", self._pattern(call, self._rule(call)))
             if pattern is not None:
                 weights = pattern
@@ -101,8 +102,12 @@ class StepEditor(StepObserver):
         return value if new is None else new
 
     def _store(self, site: str, value: Tensor) -> Tensor | None:
-        if self.step is None or (site, self.step) not in self.places or recomputing():
+        if self.step is None or (site, self.step) not in self.edited or recomputing():
             return None
+        if self.places is not None:
+            raise InputError(
+                f"{self.adapted.plan.steps[self.step]} is given some of the tokens alone: it can be read, not changed"
+            )
         return self.adapted.changed(self.change, site, self.adapted.plan.steps[self.step], value, self.shape)
 
     def _end(self, *_: Any) -> None:

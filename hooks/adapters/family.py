@@ -44,16 +44,36 @@ class Inside:
 
 
 @dataclass(frozen=True)
+class Visited:
+    """Which tokens are really at a visit, where halting or routing leaves some out: a mask [batch, position], 0 for tokens that
+    the layer computes and the model throws away; or, `gathered`, the positions [batch, n] of the tokens that the layer is
+    given, which are then the only keys too.
+
+    Either a `read` (of the layer's own input, or, `at_body`, of a module below the body, whose last value before the visit
+    counts); or `routes`, which gets each torch function (function, arguments, result) called in the module that holds the
+    layer, `above` names up the layer's path, and returns that value or None; the last before the visit counts.
+    """
+
+    read: Read | None = None
+    gathered: bool = False
+    at_body: bool = False
+    routes: Callable[[Any, tuple, Any], Any] | None = None
+    above: int = 1
+
+
+@dataclass(frozen=True)
 class Layer:
     """One physical layer. `modules` are the paths, below the body, that run it; several where modules are tied.
 
-    `attention` is the path below the module that calls the attention function, None where the layer has none.
+    `attention` is the path below the module that calls the attention function, None where the layer has none. `visited` says
+    which tokens a visit really has; None where each has all.
     """
 
     modules: tuple[str, ...]
     reads: tuple[Read, ...]
     attention: str | None = "self_attn"
     inside: tuple[Inside, ...] = ()
+    visited: Visited | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,11 @@ class Anatomy:
     absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    @property
+    def ragged(self) -> bool:
+        """Whether visits may leave tokens out. The loop may then end early, once every token has halted."""
+        return any(layer.visited is not None for layer in self.layers)
+
 
 class Family(ABC):
     """One model family; being in this folder is being registered."""
@@ -77,6 +102,8 @@ class Family(ABC):
     """Values of `config.model_type` that it fits."""
     attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
     causal: ClassVar[bool] = True
+    learned_sink: ClassVar[bool] = False
+    """Whether attention rows sum to 1 together with a slot of the model's own."""
     call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
@@ -152,6 +179,8 @@ class Family(ABC):
             missing=anatomy.missing,
             absent=anatomy.absent,
             notes=anatomy.notes,
+            learned_sink=self.learned_sink,
+            ragged=anatomy.ragged,
             order=anatomy.order,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),

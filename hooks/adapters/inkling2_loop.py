@@ -21,6 +21,7 @@ _PARTIAL = (
 
 class Inkling2Loop(Family):
     model_types = ("inkling2_loop_text",)
+    learned_sink = True
     loops = "config.loop_num_passes"
 
     def anatomy(self, model: Any) -> Anatomy:

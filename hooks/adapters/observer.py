@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
-from visitlens.hooks.adapters.family import Inside, Read
+from visitlens.hooks.adapters.family import Inside, Read, Visited
 from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture import VISITED, Captured
+from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -26,9 +27,12 @@ _EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
 class StepObserver:
     def __init__(self, adapted: AdaptedModel, captured: Captured) -> None:
         self.adapted, self.captured = adapted, captured
-        self.clock = VisitClock(adapted.plan)
+        self.clock = VisitClock(adapted.plan, adapted.anatomy.ragged)
         self.step: int | None = None
-        self.shape = (0, 0)  # (batch, positions) of the forward at work
+        self.shape = (0, 0)  # (batch, positions) of what the layer at work is given
+        self.whole = (0, 0)  # (batch, positions) of the forward at work
+        self.places: Tensor | None = None  # [batch, n] where the layer is given some of the tokens
+        self._routed: dict[nn.Module, Tensor] = {}  # the last value there, of what says which tokens come next
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -39,7 +43,7 @@ class StepObserver:
             modules = {self._module(path): path for path in layer.modules}  # one module may stand in several places
             for module, path in modules.items():
                 # The layer's own hooks come first: reads of its input need the step.
-                enter = partial(self._enter, layer=number)
+                enter = partial(self._enter, layer=number, path=path)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                 for read in layer.reads:
                     if read.site in self.captured.sites:
@@ -47,6 +51,9 @@ class StepObserver:
                     if read.site == "experts" and read.end == "input" and "expert_out" in self.captured.sites:
                         self._watch_experts(self._module(path, read.module))
                 self._handles.append(module.register_forward_hook(self._leave))
+        for layer in self.adapted.anatomy.layers:
+            if layer.visited is not None and layer.visited.at_body and layer.visited.read is not None:
+                self._watch_routing(self._module(layer.visited.read.module), layer.visited.read)
 
     def remove(self) -> None:
         self.adapted.expert_outputs.clear()
@@ -65,14 +72,27 @@ class StepObserver:
         }
 
     def torch_observers(self) -> dict[nn.Module, TorchCall]:
-        """For sites that only the torch functions inside a module show."""
-        return {
+        """For sites, and the routing of tokens to visits, that only the torch functions inside a module show."""
+        watched = {
             self._module(path, inside.module): self._see(self._module(path, inside.module), inside)
             for layer in self.adapted.anatomy.layers
             for inside in layer.inside
             if set(inside.sites) & set(self.captured.sites)
             for path in layer.modules
         }
+        for layer in self.adapted.anatomy.layers:
+            if layer.visited is not None and layer.visited.routes is not None:
+                modules = [self._module(_up(path, layer.visited.above)) for path in layer.modules]
+                watched |= {module: self._see_routing(module, layer.visited.routes) for module in modules}
+        return watched
+
+    def _see_routing(self, module: nn.Module, routes: Callable[[Any, tuple, Any], Tensor | None]) -> TorchCall:
+        def look(func: Any, args: tuple, _: Any, result: Any) -> None:
+            value = routes(func, args, result)
+            if value is not None:
+                self._routed[module] = value
+
+        return look
 
     def _see(self, module: nn.Module, inside: Inside) -> TorchCall:
         def look(func: Any, args: tuple, _: Any, result: Any) -> None:
@@ -112,6 +132,13 @@ class StepObserver:
 
         self._handles.append(module.register_forward_pre_hook(entry, with_kwargs=True))
 
+    def _watch_routing(self, module: nn.Module, read: Read) -> None:
+        def look(_: Any, args: tuple, kwargs: dict, result: Any) -> None:
+            output = result[read.item] if isinstance(result, tuple) else result
+            self._routed[module] = output if read.end == "output" else _argument(read, args, kwargs)
+
+        self._handles.append(module.register_forward_hook(look, with_kwargs=True))
+
     def _watch_experts(self, module: Any) -> None:
         """Each expert's own output, had by running the bank once more with one expert a row and no weighing."""
 
@@ -135,7 +162,10 @@ class StepObserver:
     def _begin(self, _: Any, args: tuple, kwargs: dict) -> None:
         if recomputing():
             return
-        self.clock, self.step = VisitClock(self.adapted.plan), None  # the last forward may have ended in an error
+        # Afresh: the last forward may have ended in an error.
+        self.clock, self.step = VisitClock(self.adapted.plan, self.adapted.anatomy.ragged), None
+        self._routed.clear()
+        self.whole = next(tuple(x.shape[:2]) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         positions = kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] > 1 and bool((positions.diff(dim=-1) <= 0).any()):
             raise InputError(
@@ -150,21 +180,43 @@ class StepObserver:
         if recomputing():
             return
         self.clock.finish()
+        self.adapted.check_kept(self.captured)
+        skipped = {step.index for step in self.clock.skipped}
+        for step in skipped:
+            nobody = torch.zeros(self.whole, dtype=torch.bool)
+            self.adapted.place(self.captured, VISITED, step, nobody, self.whole)
         for site in self.captured.sites:
             absent = self.captured.absent.get(site, {})
             for step in self.adapted.plan.steps:
-                if step.index not in absent and self.captured.held(site, step.index) is None:
+                if step.index not in (*absent, *skipped) and self.captured.held(site, step.index) is None:
                     raise PlanError(
                         f"{step} ran and gave no {site!r}: the adapter for {self.adapted.config.family} doesn't fit this model, or its "
                         'attention goes past what is watched (load it with attn_implementation="sdpa")'
                     )
 
-    def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int) -> None:
+    def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int, path: str) -> None:
         if recomputing():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.shape = tuple(hidden.shape[:2])
+        self.shape, self.places = tuple(hidden.shape[:2]), None
         self.step = self.clock.enter(layer).index
+        if (visited := self.adapted.anatomy.layers[layer].visited) is not None:
+            self._note_visited(visited, path, args, kwargs)
+
+    def _note_visited(self, visited: Visited, path: str, args: tuple, kwargs: dict) -> None:
+        if visited.routes is not None:
+            value = self._routed.get(self._module(_up(path, visited.above)))
+        elif visited.at_body and visited.read is not None:
+            value = self._routed.get(self._module(visited.read.module))
+        else:
+            value = None if visited.read is None else _argument(visited.read, args, kwargs)
+        there = torch.ones(self.whole, dtype=torch.bool)
+        if value is not None and visited.gathered:
+            self.places = value.detach().reshape(self.shape).long()
+            there = torch.zeros(self.whole, dtype=torch.bool, device=value.device).scatter_(1, self.places, True)
+        elif value is not None:
+            there = value.detach().reshape(self.whole).bool()
+        self.adapted.place(self.captured, VISITED, self.step or 0, there, self.whole)
 
     def _leave(self, *_: Any) -> None:
         self.step = None
@@ -195,6 +247,7 @@ class StepObserver:
             sinks=None if sinks is None else sinks.detach(),
             soft_cap=options.get("softcap"),
             from_map=from_map,
+            among_visited=self.places is not None,
         )
 
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
@@ -209,9 +262,36 @@ class StepObserver:
 
     def _store(self, site: str, value: Tensor) -> Tensor | None:
         """Keeps a value; what it returns, which is nothing here, takes the value's place."""
-        if self.step is not None and not recomputing():
-            self.adapted.place(self.captured, site, self.step, value, self.shape)
+        if self.step is None or recomputing():
+            return None
+        shape = self.shape
+        if self.places is not None:
+            value, shape = _in_place(site, value, shape, self.places, self.whole), self.whole
+        self.adapted.place(self.captured, site, self.step, value, shape)
         return None
+
+
+def _up(path: str, names: int) -> str:
+    return path.rsplit(".", names)[0]
+
+
+def _argument(read: Read, args: tuple, kwargs: dict) -> Tensor:
+    return args[read.item] if read.item < len(args) else kwargs[read.name]
+
+
+def _in_place(site: str, value: Tensor, given: tuple[int, ...], places: Tensor, whole: tuple[int, ...]) -> Tensor:
+    """The values of some tokens where these are among all: NaN elsewhere (0 in a pattern, and for expert ids)."""
+    value, axes = value.detach(), SITES[site].axes
+    if value.ndim == 1 + len(axes):  # routers and experts see flat tokens
+        value = value.unflatten(0, given)
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    if site == "P":
+        full = value.new_zeros(whole[0], value.shape[1], whole[1], whole[1])
+        full[rows[..., None], :, places[:, :, None], places[:, None, :]] = value.permute(0, 2, 3, 1)
+        return full
+    full = value.new_full((*whole, *value.shape[2:]), float("nan") if value.is_floating_point() else 0)
+    full[rows, places] = value
+    return full
 
 
 def recomputing() -> bool:

@@ -18,6 +18,7 @@ from visitlens.kernels.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from torch.distributed.device_mesh import DeviceMesh
 
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
@@ -34,13 +35,17 @@ def load_config(folder: Path) -> LoopedMoEConfig:
     return LoopedMoEConfig.from_dict(data)
 
 
-def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> LoopedMoE:
-    """The model of a checkpoint folder, in evaluation mode.
+def load_model(
+    folder: str | Path, dtype: str = "float32", device: str = "cpu", mesh: DeviceMesh | None = None
+) -> LoopedMoE:
+    """The model of a checkpoint folder, in evaluation mode. With a mesh, this process reads its share of the experts
+    alone and runs them with the others (`expert_parallel`).
 
     Raises:
         CheckpointError: a file is missing or damaged, or tensors disagree with the configuration (all are named).
         InputError: an unknown dtype.
     """
+    from visitlens.hooks.models.expert_parallel import is_expert, read_share, run_together
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
     if dtype not in DTYPES:
@@ -48,24 +53,37 @@ def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") 
     folder = Path(folder)
     config = load_config(folder)
     path = _existing(folder, "model.safetensors")
-    model = LoopedMoE(config)
+    with torch.device("meta"):  # no memory for weights that are about to be replaced
+        model = LoopedMoE(config)
     expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
     try:
         with safe_open(path, framework="pt") as file:
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            _check_shapes(path, expected, shapes)
+            state = {}
+            for name in expected:
+                if mesh is not None and is_expert(name):
+                    state[name] = read_share(file.get_slice(name), mesh, device, DTYPES[dtype])
+                else:  # a copy: what safetensors gives may be the file itself, mapped into memory
+                    state[name] = file.get_tensor(name).to(device, DTYPES[dtype], copy=True)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a readable safetensors file ({error}); copy or fetch it again") from error
-    problems = [f"{name} is missing" for name in sorted(set(expected) - set(state))]
-    problems += [f"{name} is not part of the model" for name in sorted(set(state) - set(expected))]
+    model.load_state_dict(state, assign=True)
+    if mesh is not None:
+        run_together(model)
+    return model.to(device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
+
+
+def _check_shapes(path: Path, expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
+    problems = [f"{name} is missing" for name in sorted(set(expected) - set(found))]
+    problems += [f"{name} is not part of the model" for name in sorted(set(found) - set(expected))]
     problems += [
-        f"{name} has shape {tuple(state[name].shape)}, the configuration says {shape}"
+        f"{name} has shape {found[name]}, the configuration says {shape}"
         for name, shape in expected.items()
-        if name in state and tuple(state[name].shape) != shape
+        if name in found and found[name] != shape
     ]
     if problems:
         raise CheckpointError(f"{path} disagrees with config.json: {'; '.join(problems[:8])}")
-    model.load_state_dict(state)
-    return model.to(device=device, dtype=DTYPES[dtype]).eval().requires_grad_(False)
 
 
 def save_model(model: LoopedMoE, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

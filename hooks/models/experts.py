@@ -46,6 +46,7 @@ class MixtureOfExperts(nn.Module):
             self.W_shared_in = nn.Parameter(torch.empty(h, 2 * shared))
             self.W_shared_out = nn.Parameter(torch.empty(shared, h))
         self.has_shared = shared > 0
+        self.run_experts = grouped_experts  # `expert_parallel` puts its own in its place
 
     def forward(self, x: Tensor, hooks: ExpertHooks, contexts: int, routed: RoutedSteps | None) -> Tensor:
         def batched(hook: HookPoint, value: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         x = batched(hooks.hook_expert_in, x)
         out = self._watched_outputs(x, experts, gates, hooks.hook_result, contexts)
         if out is None:
-            out = grouped_experts(x, experts, gates, self.W_in, self.W_out)
+            out = self.run_experts(x, experts, gates, self.W_in, self.W_out)
         if self.has_shared:
             gate, up = (x @ self.W_shared_in).chunk(2, dim=-1)
             out = out + (F.silu(gate) * up) @ self.W_shared_out

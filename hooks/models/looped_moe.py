@@ -152,8 +152,9 @@ class LoopedMoE(HookedRootModule):
         self.ln_final = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tie_embeddings:
             self.unembed = Unembedding(config)
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
-        angles = torch.outer(torch.arange(config.context_length).float(), frequencies)
+        cpu = torch.device("cpu")  # also where the parameters are made on the meta device
+        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=cpu).float() / config.head_dim)
+        angles = torch.outer(torch.arange(config.context_length, device=cpu).float(), frequencies)
         self.register_buffer("rotary_cos", angles.cos(), persistent=False)
         self.register_buffer("rotary_sin", angles.sin(), persistent=False)
         self.setup()

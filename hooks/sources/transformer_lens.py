@@ -121,7 +121,7 @@ class VisitBridge(DocumentModel):
                 self.place(captured, site, hook.step.index, self._by_head(site, value), tuple(value.shape[:2]))
 
         hooks = [(f"{block}.visit.*.{point}", store) for block in self.blocks for point in wanted]
-        with self.hooks(hooks, begin):
+        with self.hooks(hooks, begin, lambda: self.check_kept(captured)):
             yield
 
     @contextmanager
@@ -203,7 +203,12 @@ class VisitBridge(DocumentModel):
         raise PlanError(f"{step} never ran")
 
     @contextmanager
-    def hooks(self, fwd_hooks: Sequence[tuple[str, Hook]], begin: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def hooks(
+        self,
+        fwd_hooks: Sequence[tuple[str, Hook]],
+        begin: Callable[[], None] = lambda: None,
+        end: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Hook functions at named visits, for every forward inside."""
         by_point: dict[str, list[tuple[int | None, Hook, str]]] = {}
         for name, function in fwd_hooks:
@@ -233,6 +238,10 @@ class VisitBridge(DocumentModel):
             now.clear()
             begin()
 
+        def last(*_: Any) -> None:
+            clock.finish()
+            end()
+
         def entered(value: Any, hook: Any, block: str) -> Any:
             enter(block)
             return fire(value, hook, f"{block}.hook_in")
@@ -246,7 +255,7 @@ class VisitBridge(DocumentModel):
             if not _is_entry(point)
         ]
         handles = [self.bridge.original_model.register_forward_pre_hook(first)]
-        handles.append(self.bridge.original_model.register_forward_hook(lambda *_: clock.finish()))
+        handles.append(self.bridge.original_model.register_forward_hook(last))
         try:
             with self.bridge.hooks(fwd_hooks=attached):
                 yield

@@ -22,6 +22,10 @@ from visitlens.probe.figures.theme import Theme
 from visitlens.probe.opened import RecordedRun
 
 Over = Literal["cell", "row", "column", "grid"]
+_RAGGED = (
+    "Halting or routing leaves tokens out of visits: values are means over the tokens that were there, and their numbers differ "
+    "(n in the table, visit_share)."
+)
 
 
 class Figure(ABC):
@@ -56,7 +60,7 @@ class Figure(ABC):
             looped = source.need_looped(f"figure {self.slug!r}")
             if self.panels_of_a_pair:
                 return self._panels([Cell("", "", source)], "")
-            return {**self._head(), "models": source.describe(), **self.content(looped, source)}
+            return _with_n({**self._head(), "models": source.describe(), **self.content(looped, source)})
         if self.over == "cell":
             cell = source.focus()
             assert cell.pair is not None
@@ -118,9 +122,14 @@ class Figure(ABC):
         gone = [f"Missing: {panel['title']} ({panel['absent']})." for panel in panels if panel["absent"]]
         sides = [key for key, model in models.items() if model is not None and key.split(".")[-1] in self.sides]
         notes = [*gone, *notes]
-        return {
-            **self._head(), "sides": sides, "grid": grid, "panels": panels, "series": drawn, "models": models, "notes": notes,
-        }  # fmt: skip
+        found = {"panels": panels, "series": drawn, "models": models, "notes": notes}
+        return _with_n({**self._head(), "sides": sides, "grid": grid, **found})
+
+
+def _with_n(data: dict[str, Any]) -> dict[str, Any]:
+    """Says so where the values are means over different tokens."""
+    ragged = any("n" in entry for entry in data["series"].values())
+    return {**data, "notes": [*data["notes"], _RAGGED]} if ragged else data
 
 
 def panel_series(data: Mapping[str, Any], panel: Mapping[str, Any]) -> dict[str, Any]:

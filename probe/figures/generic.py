@@ -13,12 +13,11 @@ from visitlens.probe.figures.drawing import (
     HEAD_MARGIN,
     LAYER_AXIS,
     STEP_AXIS,
-    cell_axes,
     diverging,
     every,
-    heat,
+    heat_trace,
     largest,
-    line,
+    line_trace,
     sequential,
     title_block,
 )
@@ -64,6 +63,11 @@ def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> NotebookFigure:
     Raises:
         InputError: three axes or more.
     """
+    return NotebookFigure(stat_json(stat, theme))
+
+
+def stat_json(stat: StatArray, theme: Theme) -> dict[str, Any]:
+    """`plot_stat` as plain JSON, `data` and `layout`. Raises as it does."""
     if len(stat.axes) > 2:
         raise InputError(
             f"{stat.measure.name} has {len(stat.axes)} axes ({', '.join(stat.axes)}), a figure shows at most two; "
@@ -74,45 +78,46 @@ def plot_stat(stat: StatArray, theme: Theme = LIGHT) -> NotebookFigure:
             f"{stat.measure.name} holds no element, so there is nothing to draw; its axes have labels {dict(stat.labels)}"
         )
     entry = series(stat, "", "observed", stat.measure.title)
-    figure = _map(stat, entry) if len(stat.axes) == 2 else _points(stat, entry, theme)
-    figure.update_layout(
-        template=theme.template(),
-        width=760 if len(stat.axes) < 2 else 820,
-        height=480 if len(stat.axes) < 2 else 560,
-        margin={"t": HEAD_MARGIN, "l": 72, "r": 28, "b": 70},
-        title=title_block(theme, stat.measure.title, _subtitle(stat)),
-    )
-    return NotebookFigure(figure)
+    trace, layout = _map(stat, entry) if len(stat.axes) == 2 else _points(stat, entry, theme)
+    layout |= {
+        "template": theme.template().to_plotly_json(),
+        "width": 760 if len(stat.axes) < 2 else 820,
+        "height": 480 if len(stat.axes) < 2 else 560,
+        "margin": {"t": HEAD_MARGIN, "l": 72, "r": 28, "b": 70},
+        "title": title_block(theme, stat.measure.title, _subtitle(stat)),
+    }
+    return {"data": [trace], "layout": layout}
 
 
-def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> go.Figure:
+def _points(stat: StatArray, entry: dict[str, Any], theme: Theme) -> tuple[dict[str, Any], dict[str, Any]]:
     axis = stat.axes[0] if stat.axes else None
-    names = [label_text(label) for label in stat.labels[axis]] if axis else [""]
+    names = [escape(label_text(label)) for label in stat.labels[axis]] if axis else [""]
     values, low, high = ([entry[key]] if axis is None else entry[key] for key in ("values", "low", "high"))
-    drawn = {**entry, "axes": {"": [escape(name) for name in names]}, "values": values, "low": low, "high": high}
-    trace = line(drawn, Style(theme.visits[0], "circle", "solid"), legend=False)
-    mode = "lines+markers" if axis in _ORDERED else "markers"
-    figure = go.Figure(trace.update(mode=mode, hovertemplate=f"{trace.hovertemplate}<extra></extra>"))
-    ends = [-0.5, len(names) - 0.5]
-    figure.update_xaxes(
-        type="category", range=ends, tickvals=every(drawn["axes"][""]), title_text=_axis_title(axis) if axis else None
-    )
-    return figure.update_yaxes(title_text=escape(stat.measure.unit))
+    drawn = {**entry, "axes": {"": names}, "values": values, "low": low, "high": high}
+    trace = line_trace(drawn, Style(theme.visits[0], "circle", "solid"), legend=False)
+    trace["mode"] = "lines+markers" if axis in _ORDERED else "markers"
+    trace["hovertemplate"] += "<extra></extra>"
+    across = {"type": "category", "range": [-0.5, len(names) - 0.5], "tickvals": every(names)}
+    across |= {"title": {"text": _axis_title(axis)}} if axis else {}
+    return trace, {"xaxis": across, "yaxis": {"title": {"text": escape(stat.measure.unit)}}}
 
 
-def _map(stat: StatArray, entry: dict[str, Any]) -> go.Figure:
+def _map(stat: StatArray, entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     rows, columns = ([label_text(label) for label in stat.labels[axis]] for axis in stat.axes)
-    figure = go.Figure(
-        heat(entry, columns, rows, places=f"{escape(stat.axes[0])} %{{y}}, {escape(stat.axes[1])} %{{x}}")
-    )
-    cell_axes(figure, [escape(c) for c in columns], [escape(r) for r in rows], 16)
-    figure.update_xaxes(title_text=_axis_title(stat.axes[1]))
-    figure.update_yaxes(title_text=_axis_title(stat.axes[0]))
-    reach = largest(entry["values"])
-    cosine = stat.measure.unit == "cosine"
-    if cosine or np.nanmin(stat.values, initial=0.0) < 0:
-        return figure.update_layout(coloraxis=diverging(1.0 if cosine and reach <= 1 else reach, stat.measure.unit))
-    return figure.update_layout(coloraxis=sequential(reach, stat.measure.unit))
+    trace = heat_trace(entry, columns, rows, places=f"{escape(stat.axes[0])} %{{y}}, {escape(stat.axes[1])} %{{x}}")
+    cells = {"type": "category", "showgrid": False}
+    reach, unit = largest(entry["values"]), stat.measure.unit
+    if unit == "cosine" or np.nanmin(stat.values, initial=0.0) < 0:
+        colours = diverging(1.0 if unit == "cosine" and reach <= 1 else reach, unit)
+    else:
+        colours = sequential(reach, unit)
+    down = {"autorange": "reversed", "title": {"text": _axis_title(stat.axes[0])}}
+    layout = {
+        "xaxis": {**cells, "tickvals": every(trace["x"], 16), "title": {"text": _axis_title(stat.axes[1])}},
+        "yaxis": {**cells, "tickvals": every(trace["y"], 16), **down},
+        "coloraxis": colours,
+    }
+    return trace, layout
 
 
 def _axis_title(axis: str) -> str:
@@ -122,4 +127,7 @@ def _axis_title(axis: str) -> str:
 def _subtitle(stat: StatArray) -> str:
     interval = "bars: 95% document-bootstrap intervals" if stat.replicates is not None else "no interval"
     counts = f"n = {stat.documents:,} documents, {stat.tokens:,} tokens"
+    if stat.counts is not None and stat.ragged:
+        measured = stat.counts[stat.counts > 0]
+        counts += f", {measured.min():,.0f} to {measured.max():,.0f} of them behind each value"
     return f"{counts}; {interval if len(stat.axes) < 2 else 'intervals on hover'}<br>{escape(stat.aggregation)}"

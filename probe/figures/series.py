@@ -28,6 +28,7 @@ def series(stat: StatArray, model: str, role: str, label: str) -> dict[str, Any]
         "values": json_numbers(stat.values),
         "low": json_numbers(low),
         "high": json_numbers(high),
+        **({"n": json_numbers(stat.counts)} if stat.counts is not None and stat.ragged else {}),
         "documents": stat.documents,
         "tokens": stat.tokens,
         "aggregation": stat.aggregation,
@@ -111,7 +112,7 @@ def _rows(
             "unit": entry["measure"]["unit"],
             "measure": entry["measure"]["name"],
             "documents": entry["documents"],
-            "tokens": entry["tokens"],
+            "tokens": np.asarray(entry["n"])[index] if "n" in entry else entry["tokens"],
             "aggregation": entry["aggregation"],
             "recording": model["recording"],
         }

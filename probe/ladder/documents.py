@@ -8,7 +8,6 @@ BOS and attends only to itself. EOS closes a document. The last context is fille
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import lzma
 from collections import Counter
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.contexts import PackedTokens, document_hashes
 from visitlens.kernels.errors import InputError, UnavailableError
 
 _COMPRESSED = (".gz", ".xz", ".zst")
@@ -269,5 +268,4 @@ def pack(documents: Iterable[np.ndarray], context_length: int, bos: int, pad: in
             segments[row, at : at + len(piece)] = len(owners)
             owners.append(document)
             at += len(piece)
-    hashes = [int.from_bytes(hashlib.sha256(d.tobytes()).digest()[:8], "little") for d in documents]
-    return PackedTokens(tokens, segments, np.array(owners, dtype=np.int32), np.array(hashes, dtype=np.uint64))
+    return PackedTokens(tokens, segments, np.array(owners, dtype=np.int32), document_hashes(documents))

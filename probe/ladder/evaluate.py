@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,15 +14,23 @@ from visitlens.hooks.contexts import PackedTokens
 from visitlens.probe.dyck import SHOTS, dyck_prompt
 
 if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
+    from visitlens.hooks.models.config import LoopedMoEConfig
 
 _PROMPTS_AT_ONCE = 20
 LENGTHS = (64, 256, 1024)
 """Bounds of the document-length buckets, in tokens with BOS and EOS."""
 
 
+class Evaluated(Protocol):
+    """A LoopedMoE, or what stands for one that is divided over processes."""
+
+    @property
+    def config(self) -> LoopedMoEConfig: ...
+    def __call__(self, *args: Any, **options: Any) -> Any: ...
+
+
 @torch.no_grad()
-def token_losses(model: LoopedMoE, packed: PackedTokens, contexts_at_once: int = 2, device: str = "cpu") -> np.ndarray:
+def token_losses(model: Evaluated, packed: PackedTokens, contexts_at_once: int = 2, device: str = "cpu") -> np.ndarray:
     """Nats per predicted token [context, position - 1]; NaN where the next token begins a segment or is padding."""
     parts = []
     for at in range(0, len(packed.tokens), contexts_at_once):
@@ -32,7 +40,7 @@ def token_losses(model: LoopedMoE, packed: PackedTokens, contexts_at_once: int =
     return np.concatenate(parts)
 
 
-def text_loss(model: LoopedMoE, packed: PackedTokens, contexts_at_once: int = 2) -> float:
+def text_loss(model: Evaluated, packed: PackedTokens, contexts_at_once: int = 2) -> float:
     """Mean nats per predicted token."""
     return float(np.nanmean(token_losses(model, packed, contexts_at_once), dtype=np.float64))
 
@@ -69,7 +77,7 @@ def loss_by_length(
 
 @torch.no_grad()
 def dyck_by_shots(
-    model: LoopedMoE, tokenizer: Any, *, prompts: int, seed: int, shots: Iterable[int] = SHOTS, device: str = "cpu"
+    model: Evaluated, tokenizer: Any, *, prompts: int, seed: int, shots: Iterable[int] = SHOTS, device: str = "cpu"
 ) -> dict[int, dict[str, float]]:
     """For each number of shots over `prompts` prompts: `exact_match` (every answer token is the most likely one given
     those before it, which is what greedy decoding would write), `accuracy` and `nll` (nats) per answer token, and

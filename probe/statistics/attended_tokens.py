@@ -67,9 +67,9 @@ class AttendedTokens(Statistic):
     stored = frozenset(_MEANINGS)
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
-        plan = geometry.plan
-        several = (values.visible_keys > 1).view(-1, 1, 1)
-        more_than_8 = (values.visible_keys > 8).view(-1, 1, 1)
+        plan, seen = geometry.plan, values.keys_seen
+        earlier, later = ([getattr(pair, which).index for pair in plan.pairs] for which in ("earlier", "later"))
+        seen_at_both = torch.minimum(seen[:, earlier], seen[:, later])
         across, control = [], {}
         for layer, overlaps in values.attention_overlaps.items():
             visits = [s.index for s in plan.steps if s.layer == layer]
@@ -79,12 +79,12 @@ class AttendedTokens(Statistic):
         # An unlooped layer has no control; a model with one head has none at all.
         looped = torch.tensor([s in control for s in range(len(plan))]).view(1, -1, 1)
         result = {}
-        for name, valid in (("top1_match", several), ("top8_overlap", more_than_8), ("mass_overlap", several)):
+        for name, few in (("top1_match", 1), ("top8_overlap", 8), ("mass_overlap", 1)):
             pairs = torch.stack([_value(overlap, name) for overlap in across], dim=1)
-            result[name] = TokenValues(pairs, valid)
+            result[name] = TokenValues(pairs, (seen_at_both > few).unsqueeze(2))
             empty = torch.zeros_like(pairs[:, 0])
             steps = [_value(control[s], name) if s in control else empty for s in range(len(plan))]
-            result[f"{name}_control"] = TokenValues(torch.stack(steps, dim=1), valid & looped)
+            result[f"{name}_control"] = TokenValues(torch.stack(steps, dim=1), (seen > few).unsqueeze(2) & looped)
         return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,8 +35,11 @@ class Geometry:
     @classmethod
     def of(cls, plan: ExecutionPlan, config: Mapping[str, Any]) -> Geometry:
         names = ("hidden_size", "num_heads", "num_kv_heads", "num_experts", "experts_per_token")
-        optional = {name: config.get(name, {}) for name in ("missing", "absent")}
-        return cls(plan, **{name: config[name] for name in names}, **optional)
+        flags = {"learned_sink": ("learned sink", "its attention has no learned sink")}
+        flags |= {"ragged": ("ragged visits", "every token is at every visit")}
+        missing = dict(config.get("missing", {})) | dict(flags[name] for name in flags if not config.get(name))
+        sizes = {name: config[name] for name in names}
+        return cls(plan, **sizes, missing=missing, absent=config.get("absent", {}))
 
     def size(self, axis: str) -> int:
         """Length of a measure's axis."""
@@ -58,23 +61,33 @@ class Geometry:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """`values [token, *axes]`; `valid` of a shape that broadcasts to it, False where the definition leaves a token out."""
+    """`values [token, *axes]`; `valid` of a shape that broadcasts to it, False where the definition leaves a token out.
+    `everywhere`: of tokens that aren't at a visit too, which are left out otherwise."""
 
     values: Tensor
     valid: Tensor | None = None
+    everywhere: bool = False
+
+    def of(self, tokens: Tensor) -> TokenValues:
+        """Of these tokens alone, bool [token]."""
+        values, valid = self.values.cpu(), self.valid
+        valid = None if valid is None else valid.expand_as(values)[tokens]
+        return replace(self, values=values[tokens], valid=valid)
 
     def only(self, cells: Tensor) -> TokenValues:
         """Leaves out every token where `cells [*axes]` is False."""
-        return TokenValues(self.values, cells if self.valid is None else self.valid & cells)
+        return replace(self, valid=cells if self.valid is None else self.valid & cells)
 
 
 @dataclass(frozen=True)
 class GroupSums:
-    """`total`, `count` [group, *axes]; `non_finite [*axes]`: tokens kept out of both for a NaN or infinite input."""
+    """`total`, `count` [group, *axes]; `non_finite [*axes]`: tokens kept out of both for a NaN or infinite input;
+    `left_out [*axes]`: those that aren't at the visit."""
 
     total: Tensor
     count: Tensor
     non_finite: Tensor
+    left_out: Tensor
 
 
 class Statistic(ABC):
@@ -132,6 +145,13 @@ def update_rms(values: StepValues, geometry: Geometry) -> Tensor:
 def site_rms(values: StepValues, geometry: Geometry, site: str) -> Tensor:
     """[token, step] of a site as wide as the residual stream."""
     return rms(stack([values.norm(site, s) for s in range(len(geometry.plan))]), geometry.hidden_size)
+
+
+def present(values: StepValues, step: int) -> Tensor:
+    """[token] on the CPU, whether it is really at the step, and counted."""
+    there = values.visited(step)
+    there = torch.ones(values.segments.num_tokens, dtype=torch.bool) if there is None else there
+    return there if values.counted is None else there & values.counted
 
 
 def routed(values: StepValues, step: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, routed, stack, wide
+from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, present, routed, stack, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -50,13 +50,15 @@ class ExpertLoad(Statistic):
         self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
     ) -> dict[str, GroupSums]:
         experts = geometry.num_experts
-        loads, tokens, lost = [], [], []
+        loads, tokens, lost, away = [], [], [], []
         for step in range(len(geometry.plan)):
-            good = routed(values, step)
+            there = present(values, step)
+            good = routed(values, step) & there
             cells = (groups.unsqueeze(1) * experts + values.site("experts", step).cpu())[good]
             loads.append(torch.bincount(cells.flatten(), minlength=num_groups * experts).view(num_groups, experts))
             tokens.append(torch.bincount(groups[good], minlength=num_groups).unsqueeze(1))
-            lost.append((~good).sum())
+            lost.append((there & ~good).sum())
+            away.append((~there).sum())
         total, count = torch.stack(loads, dim=1).double(), torch.stack(tokens, dim=1).double()
-        non_finite = torch.stack(lost).unsqueeze(1).expand(-1, experts)
-        return {"expert_load": GroupSums(total, count.expand_as(total), non_finite)}
+        non_finite, left_out = (torch.stack(kept_out).unsqueeze(1).expand(-1, experts) for kept_out in (lost, away))
+        return {"expert_load": GroupSums(total, count.expand_as(total), non_finite, left_out)}

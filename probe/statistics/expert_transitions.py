@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, routed
+from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, present, routed
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
@@ -36,13 +36,18 @@ class ExpertTransitions(Statistic):
         self, values: StepValues, geometry: Geometry, groups: Tensor, num_groups: int
     ) -> dict[str, GroupSums]:
         experts = geometry.num_experts
-        tables, tokens = [], []
+        tables, tokens, away = [], [], []
         for pair in geometry.plan.pairs:
-            good = routed(values, pair.earlier.index) & routed(values, pair.later.index)
+            steps = pair.earlier.index, pair.later.index
+            there = present(values, steps[0]) & present(values, steps[1])
+            good = routed(values, steps[0]) & routed(values, steps[1]) & there
             earlier, later = (values.site("experts", s.index).cpu()[good] for s in (pair.earlier, pair.later))
             cells = (earlier.unsqueeze(2) * experts + later.unsqueeze(1)).flatten()
             tables.append(torch.bincount(cells, minlength=experts * experts).view(experts, experts))
             tokens.append(good.sum())
+            away.append((~there).sum())
         total = torch.stack(tables).double().unsqueeze(0)
         count = torch.stack(tokens).view(1, -1, 1, 1).expand_as(total)
-        return {"expert_transitions": GroupSums(total, count.double(), (len(groups) - count)[0])}
+        left_out = torch.stack(away).view(-1, 1, 1).expand_as(count[0])
+        non_finite = len(groups) - count[0] - left_out
+        return {"expert_transitions": GroupSums(total, count.double(), non_finite, left_out)}

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
+from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 
+import visitlens as vl
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
@@ -24,6 +27,8 @@ from visitlens.probe.opened import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
 """What is there once a page is drawn."""
+LEAVE = "localStorage.clear(); document.getElementById('tray').replaceChildren(); document.getElementById('palette').close()"
+"""What a person does who leaves a tab to the next one."""
 
 
 @dataclass
@@ -77,6 +82,47 @@ def folder(
 
 
 @pytest.fixture(scope="session")
+def long(
+    make_model: Callable[..., Any],
+    make_text: Callable[..., Any],
+    make_recording: Callable[..., RecordedRun],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Q and K of a document of 700 tokens between two short ones."""
+    path = tmp_path_factory.mktemp("long") / "long.vlens"
+    model, text = make_model(2, context_length=1024), make_text(seed=5, lengths=(20, 700, 9), context=729)
+    make_recording(model, text, path, level="activations", sites=("Q", "K"))
+    return path
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A looped model of transformers with dense feed-forward layers (ALBERT, 2 layers three times each), by `visitlens.record`."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("dense")
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "embedding_size": 8,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+    }
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    layers = {"num_hidden_layers": 6, "num_hidden_groups": 2, "inner_group_num": 1, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**sizes, **tokens, **layers))
+    model.eval().save_pretrained(folder / "model")
+    words = {"<bos>": 0, "<eos>": 1, "<pad>": 2} | {f"w{i}": i for i in range(3, 61)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    (folder / "text.txt").write_text(" ".join(f"w{3 + i * 7 % 58}" for i in range(40)))
+    options = {"context_length": 48, "attention": "torch"}
+    vl.record(folder / "model", folder / "text.txt", folder / "dense.vlens", level="tokens", **options)
+    return folder / "dense.vlens"
+
+
+@pytest.fixture(scope="session")
 def site(serve: Callable[..., Site], folder: Path) -> Site:
     """All recordings of `folder`."""
     return serve(folder)
@@ -104,8 +150,13 @@ class Visitor:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def open(self, path: str = "") -> None:
-        self.page.goto(self.site.url + path.lstrip("/"))
+    def open(self, path: str = "", *, load: bool = False) -> None:
+        """As a link does where a page of the site is shown already, else (or with `load`) by its address."""
+        address = self.site.url + path.lstrip("/")
+        if load or not self.page.url.startswith(self.site.url) or self.page.url == address:
+            self.page.goto(address)
+        else:
+            self.page.evaluate("(href) => window.visitlens.go(href)", address)
         self.settled()
 
     def settled(self) -> None:
@@ -115,7 +166,7 @@ class Visitor:
     def charted(self, key: str) -> Locator:
         """A panel's chart, once Plotly has drawn it and the keyboard reaches it."""
         chart = self.page.locator(f"#panel-{key} .chart")
-        chart.locator(".plot-container[aria-hidden]").wait_for(state="attached", timeout=60_000)
+        chart.locator(".graph[data-drawn]").wait_for(state="attached", timeout=60_000)
         return chart
 
     def choose(self, selector: str, value: str) -> None:
@@ -128,6 +179,7 @@ class Visitor:
     def click_cell(self, key: str, trace: int, row: int, column: int) -> None:
         """The middle of a cell of a panel's heat map."""
         chart = self.charted(key)
+        chart.scroll_into_view_if_needed()
         x, y = chart.evaluate(
             """(chart, [t, row, column]) => {
                 const plot = chart.querySelector('.js-plotly-plot'), trace = plot._fullData[t];
@@ -190,19 +242,31 @@ def shared_profiles(profile: Callable[[str], BrowserContext]) -> dict[str, Brows
     return {theme: profile(theme) for theme in ("light", "dark")}
 
 
+@pytest.fixture(scope="session")
+def open_tabs() -> dict[tuple[str, str], Page]:
+    """By site and theme: tabs that go from test to test, with the dashboard loaded."""
+    return {}
+
+
 @pytest.fixture
 def meet(
-    profile: Callable[[str], BrowserContext], shared_profiles: dict[str, BrowserContext]
+    profile: Callable[[str], BrowserContext],
+    shared_profiles: dict[str, BrowserContext],
+    open_tabs: dict[tuple[str, str], Page],
 ) -> Iterator[Callable[..., Visitor]]:
-    """Factory: `meet(site, theme="light", fresh=False)` is a person; `fresh` with a browser profile of their own."""
-    contexts, visitors = [], []
+    """Factory: `meet(site, theme="light", fresh=False, stay=False)` is a person; `fresh` with a browser profile of their
+    own, `stay` in the tab that the last one left open."""
+    contexts, visitors, staying, heard = [], [], [], []
 
-    def make(site: Site, theme: str = "light", *, fresh: bool = False) -> Visitor:
+    def make(site: Site, theme: str = "light", *, fresh: bool = False, stay: bool = False) -> Visitor:
         context = profile(theme) if fresh else shared_profiles[theme]
         if fresh:
             contexts.append(context)
-        visitor = Visitor(context.new_page(), site)
+        tab = open_tabs.pop((site.url, theme), None) if stay else None
+        visitor = Visitor(tab or context.new_page(), site)
         visitors.append(visitor)
+        if stay:
+            staying.append((visitor, theme))
         origin = re.match(r"http://[^/]+", site.url)
         assert origin is not None
 
@@ -211,12 +275,25 @@ def meet(
             if not asked.url.startswith((origin[0], "data:", "blob:")):
                 visitor.outside.append(asked.url)
 
-        visitor.page.on("request", request)
-        visitor.page.on("pageerror", lambda error: visitor.errors.append(str(error)))
-        visitor.page.on("console", lambda m: m.type == "error" and visitor.errors.append(m.text))
+        listeners = {
+            "request": request,
+            "pageerror": lambda error: visitor.errors.append(str(error)),
+            "console": lambda m: m.type == "error" and visitor.errors.append(m.text),
+        }
+        for event, listener in listeners.items():
+            visitor.page.on(event, listener)  # type: ignore[call-overload]  (literal names)
+        heard.append((visitor.page, listeners))
         return visitor
 
     yield make
+    for page, listeners in heard:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+    for visitor, theme in staying:
+        if visitor.page.url.startswith(visitor.site.url):
+            visitor.page.evaluate(LEAVE)
+            open_tabs[visitor.site.url, theme] = visitor.page
+            visitors.remove(visitor)
     for visitor in visitors:
         visitor.page.evaluate("localStorage.clear()")
         visitor.page.close()
@@ -227,7 +304,7 @@ def meet(
 @pytest.fixture
 def visit(meet: Callable[..., Visitor], site: Site) -> Iterator[Visitor]:
     """A person at `site`; at the end nothing left the machine and nothing went wrong in the browser."""
-    visitor = meet(site)
+    visitor = meet(site, stay=True)
     yield visitor
     assert not visitor.outside
     assert not visitor.errors

@@ -22,7 +22,7 @@ def test_axe_finds_nothing_serious_on_any_page(meet, site, theme: str) -> None:
             person.settled()
         charts = person.page.locator("main .chart")
         for i in range(charts.count()):
-            charts.nth(i).locator(".plot-container[aria-hidden]").wait_for(state="attached")
+            charts.nth(i).locator(".graph[data-drawn]").wait_for(state="attached")
         found += [f"{page.PATH}: {violation}" for violation in person.grave_violations()]
     assert not found, "\n".join(found)
 
@@ -32,7 +32,7 @@ def test_nothing_moves_while_a_page_loads(visit) -> None:
         "window.shift = 0; new PerformanceObserver((l) => { for (const e of l.getEntries()) if (!e.hadRecentInput) window.shift += e.value; })"
         ".observe({ type: 'layout-shift', buffered: true });"
     )
-    visit.open("layers?run=looped")
+    visit.open("layers?run=looped", load=True)
     visit.charted("by-layer")
     visit.page.wait_for_timeout(300)
     assert visit.page.evaluate("window.shift") < 0.05

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,7 +73,7 @@ def test_two_tabs_keep_their_own_selection(visit, meet, site) -> None:
 
 
 def test_keyboard_alone_reaches_a_cell_hears_its_value_and_opens_it(visit) -> None:
-    visit.open("heads?run=looped")
+    visit.open("heads?run=looped", load=True)
     visit.charted("map")
     visit.page.keyboard.press("Tab")
     assert visit.page.evaluate("document.activeElement.className") == "skip"
@@ -186,26 +185,6 @@ def test_a_click_on_a_row_of_the_sorted_table_opens_the_head(visit) -> None:
     assert (visit.query["layer"], visit.query["head"]) == ("1", "3")
 
 
-def test_a_recording_that_grows_is_followed(meet, serve, tmp_path: Path, shard_by_shard: Callable[[], None]) -> None:
-    person = meet(serve(tmp_path / "growing.vlens"))
-    person.open("")
-    assert "Still being recorded" in person.page.inner_text(".notices") and "50%" in person.page.inner_text(".notices")
-    shard_by_shard()
-    person.page.locator(".notices").wait_for(state="detached", timeout=20_000)
-    assert "level tokens" in person.page.inner_text(".facts").replace("\n", " ")
-    assert not person.errors
-
-
-def test_an_empty_folder_says_how_to_record_and_shows_what_appears(meet, serve, folder: Path, tmp_path: Path) -> None:
-    person = meet(serve(tmp_path))
-    person.open("layers")
-    text = person.page.inner_text("main")
-    assert "No recording yet" in text and "visitlens record" in text and "--demo" in text
-    (tmp_path / "new.vlens").symlink_to(folder / "looped.vlens")
-    person.page.locator(".panels").wait_for(timeout=20_000)
-    assert person.page.title().startswith("Layers · new")
-
-
 def test_grid_cell_opens_its_run_and_a_missing_cell_says_so(meet, serve, folder: Path, tmp_path: Path) -> None:
     cells = (
         GridCell("small", "85", folder / "looped.vlens", folder / "baseline.vlens"),
@@ -224,48 +203,6 @@ def test_grid_cell_opens_its_run_and_a_missing_cell_says_so(meet, serve, folder:
     assert person.path == "layers" and person.query["run"] == "three"
     person.open("?show=update-cosine")
     assert "Update cosine" in person.page.inner_text("#panel-grid h2")
-
-
-def test_a_stale_link_warns_and_falls_back(visit) -> None:
-    visit.open("heads?run=gone&layer=99&visits=1-7&head=3&metric=nothing&nonsense=1&token=x")
-    notices = visit.page.locator(".notices li").all_inner_texts()
-    assert len(notices) == 6
-    for part in ("'gone'", "'99'", "'1-7'", "'nothing'", "'nonsense'", "'x'"):
-        assert any(part in notice for notice in notices), (part, notices)
-    assert visit.value("head") == "3"  # what is right stays
-    assert visit.page.locator("#panel-map").count() == 1
-
-
-@pytest.mark.parametrize(
-    ("run", "page", "said"),
-    [
-        ("baseline", "residual", "no visits to compare"),
-        ("baseline", "routing", "no visits to compare"),
-        ("summary", "tokens", "--level tokens"),
-        ("corrupt", "layers", "can't be read"),
-        ("looped", "live", "--model CHECKPOINT"),
-        ("looped", "nowhere", "No such page"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_sentence_and_the_rest_goes_on(visit, run: str, page: str, said: str) -> None:
-    visit.open(f"{page}?run={run}")
-    assert said in visit.page.inner_text("main")
-    visit.page.click("nav[aria-label=Pages] >> text=Overview")
-    visit.settled()
-    assert visit.page.title().startswith("Overview")
-
-
-def test_one_visit_three_visits_and_maps(visit) -> None:
-    visit.open("layers?run=baseline")
-    assert "every layer has one visit" in visit.page.inner_text("#panel-by-layer")
-    assert visit.page.locator("select[name=visits]").count() == 0
-    visit.open("layers?run=three")
-    choices = visit.page.locator("select[name=visits] option").all_inner_texts()
-    assert choices == ["1 and 2", "1 and 3", "2 and 3"] and visit.value("visits") == "1-3"
-    visit.open("attention?run=maps&layer=1&head=2&token=25")
-    visit.charted("map")
-    assert "Keys gained and lost by token 25" in visit.page.inner_text("main")
-    assert visit.page.inner_text("#panel-map .caption").startswith("Context 1 of")
 
 
 def test_the_table_under_a_chart_holds_its_numbers(visit) -> None:
@@ -317,7 +254,7 @@ def test_behind_a_prefix_with_the_rest_of_the_machine_out_of_reach(meet, serve, 
 
 
 def test_a_page_is_light_and_few_requests(visit) -> None:
-    visit.open("?run=looped")
+    visit.open("?run=looped", load=True)
     visit.page.wait_for_timeout(300)
     assert len(visit.requests) < 45, len(visit.requests)
     weights = visit.page.evaluate(

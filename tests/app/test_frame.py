@@ -6,7 +6,9 @@ import csv
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -163,7 +165,7 @@ def test_captions_say_n_interval_and_aggregation_and_exports_are_whole(context: 
             assert "n = " in caption or "Context" in caption, panel.key
             assert "nterval" in caption, panel.key
             assert panel.code.startswith("import visitlens as vl") and compile(panel.code, "code", "exec")
-            json.dumps(panel.data, allow_nan=False)
+            json.dumps(panel.data(), allow_nan=False)
             text = export.csv_text(panel, view)
             lines = [line for line in text.splitlines() if not line.startswith("#")]
             assert len(list(csv.DictReader(io.StringIO("\n".join(lines))))) == len(list(panel.rows())) > 0, panel.key
@@ -227,14 +229,35 @@ def test_documents_and_their_tokens(looped_recording) -> None:
         window = found.window(segment)
         assert set(window.table["segment"]) == {table["segment"][window.start]}
         assert window.table["pos"][0] == 0 and found.of_token(window.stop - 1) == segment
+    with pytest.raises(InputError, match=f"among 0 to {len(found) - 1}, got 9999"):
+        found.window(9999)
     assert {"sink_mass", "shared_expert_count"} <= set(stored_measures(looped_recording))
     assert "expert_load" not in stored_measures(looped_recording)
+
+
+def test_documents_of_many_shards_are_found_by_opening_few(
+    make_model: Callable[..., Any], make_text: Callable[..., Any], make_recording: Callable[..., Any], tmp_path: Path
+) -> None:
+    lengths = [int(n) for n in np.random.default_rng(1).integers(3, 30, 160)]
+    text = make_text(seed=2, lengths=lengths, context=64)
+    path = tmp_path / "sharded.vlens"
+    run = make_recording(make_model(2), text, path, measures=["sink_mass"], shard_tokens=64, batch=1)
+    shards, segment = len(run.recording.shards), run.recording.token_table()["segment"]
+    assert shards > 20
+    for number in range(0, int(segment[-1]) + 1, 7):
+        found = Segments(run)
+        tokens = np.flatnonzero(segment == number)
+        assert found.span(number) == (tokens[0], tokens[-1] + 1)
+        assert found.of_token(int(tokens[-1])) == number and dict(found.beside(number))[number] == len(tokens)
+        assert len(found._known) <= 7, "shards opened for one document"
+    assert len(Segments(run)) == segment[-1] + 1
 
 
 def test_slices_of_tokens_are_those_of_the_whole(looped_recording) -> None:
     recording = looped_recording.recording
     whole, part = recording.token_stat("sink_mass"), recording.token_stat("sink_mass", tokens=(50, 90))
     np.testing.assert_array_equal(part, whole[:, 50:90])
+    np.testing.assert_array_equal(recording.token_stat("sink_mass", (50, 90), 3), part[3])
     np.testing.assert_array_equal(recording.experts(1, 2, tokens=(7, 9))[0], recording.experts(1, 2)[0][7:9])
 
 
@@ -283,7 +306,7 @@ def test_a_spreadsheet_runs_no_cell(context: Context) -> None:
     view = view_of(context, "/heads", "?run=looped")
     panel = layout.find_panel(find_page("/heads"), view, "map")
     rows = lambda: [{"text": "=HYPERLINK(1)", "value": -1.5}]  # noqa: E731 (one use)
-    text = export.csv_text(Panel(panel.key, panel.title, panel.draw, panel.caption, {}, rows, ""), view)
+    text = export.csv_text(Panel(panel.key, panel.title, panel.draw, panel.caption, dict, rows, ""), view)
     assert "'=HYPERLINK(1)" in text and ",-1.5" in text
 
 

@@ -26,7 +26,7 @@ def first_shard(path: Path) -> Path:
 
 def test_validate_says_whole_damaged_or_unfinished_by_its_exit_code(run: Run, recording: Path) -> None:
     code, out, _ = run("validate", recording)
-    assert code == 0 and "whole (1 sound shards" in out
+    assert code == 0 and "whole (1 sound shard," in out
     assert run("validate", first_shard(recording), "--quick")[0] == 0
     manifest = json.loads((recording / "manifest.json").read_text())
     (recording / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
@@ -41,6 +41,16 @@ def test_validate_says_whole_damaged_or_unfinished_by_its_exit_code(run: Run, re
     assert code == 1 and "--set-aside" in err and err.count("error:") == 1
     code, _, err = run("validate", recording / "nowhere")
     assert code == 1 and "nothing there" in err
+
+
+def test_info_of_a_cut_or_missing_shard_says_damaged(run: Run, recording: Path) -> None:
+    assert "(complete)" in run("info", recording)[1]
+    data = first_shard(recording).read_bytes()
+    first_shard(recording).write_bytes(data[:-100])
+    code, out, err = run("info", recording)
+    assert code == 1 and "(damaged)" in out and "warning    damaged: w00-000000.h5: " in out and not err
+    first_shard(recording).unlink()
+    assert "w00-000000.h5: missing" in run("info", recording)[1]
 
 
 def test_pack_and_unpack(run: Run, recording: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec, Step
+from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec, Step, visit_choices
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -126,3 +126,8 @@ def test_the_clock_refuses_a_forward_that_ends_early_and_is_ready_again() -> Non
     with pytest.raises(PlanError, match=r"ended before step 1 \(layer 1, visit 1\): 1 of 2 steps"):
         clock.finish()
     assert clock.enter(0).index == 0
+
+
+def test_choices_of_visits_are_each_alone_then_all() -> None:
+    assert visit_choices(1) == ((1,),)
+    assert visit_choices(3) == ((1,), (2,), (3,), (1, 2, 3))

@@ -266,14 +266,12 @@ def test_parts_of_one_run_make_the_whole(copy: Path, whole: Recording, tmp_path:
 @pytest.mark.parametrize("groups", [128, 4], ids=["a group a document", "groups by hash"])
 def test_runs_over_different_text_follow_one_another(groups: int, record, tmp_path: Path) -> None:
     one, two = (
-        record(6, f"g{groups}", groups=groups),
+        record(6, f"g{groups}", groups=groups, lengths=(2, 8, 70, 17, 30, 12)),
         record(7, f"g{groups}", groups=groups, lengths=(40, 9, 70, 3, 8, 9)),
     )
     merged = Recording(merge([one.path, two.path], tmp_path / "merged.vlens"))
     assert validate(merged.path).exit_code == 0 and merged.complete
-    assert merged.warnings == (
-        "merged parts name the same text (random): a document that two of them hold counts twice",
-    )
+    assert merged.warnings == ()
     assert merged.tokens == one.tokens + two.tokens and merged.documents == one.documents + two.documents
     tables = [r.token_table() for r in (one, two, merged)]
     for key in ("id", "pos"):
@@ -287,7 +285,51 @@ def test_runs_over_different_text_follow_one_another(groups: int, record, tmp_pa
         parts = [r.totals[name] for r in (one, two, merged)]
         np.testing.assert_allclose(parts[2].total.sum(0), parts[0].total.sum(0) + parts[1].total.sum(0), rtol=1e-12)
     counts = [r.totals["resid_rms"].count[:, 0] for r in (one, two, merged)]
-    np.testing.assert_array_equal(counts[2], np.concatenate(counts[:2]) if groups == 128 else counts[0] + counts[1])
+    hashes = [r.document_hashes for r in (one, two, merged)]
+    np.testing.assert_array_equal(hashes[2], np.union1d(hashes[0], hashes[1]))
+    if groups == 128:  # as one run over all of the text: a group a document, by its hash
+        whole = np.zeros(len(hashes[2]))
+        for own, count in zip(hashes[:2], counts[:2], strict=True):
+            whole[np.searchsorted(hashes[2], own)] = count
+        np.testing.assert_array_equal(counts[2], whole)
+    else:
+        np.testing.assert_array_equal(counts[2], counts[0] + counts[1])
+
+
+def test_few_documents_merged_with_many_take_their_groups(record, tmp_path: Path) -> None:
+    """Two documents, each its own group of at most four, and eight in groups by hash."""
+    few, many = record(6, "few", groups=4, lengths=(20, 40)), record(7, "many", groups=4, lengths=(40, 9, 70, 3, 8, 9))
+    merged = Recording(merge([few.path, many.path], tmp_path / "merged.vlens"))
+    assert validate(merged.path).exit_code == 0
+    expected = np.zeros(4)
+    np.add.at(expected, (few.document_hashes % 4).astype(int), few.totals["resid_rms"].count[:, 0])
+    expected[: len(many.totals["resid_rms"].count)] += many.totals["resid_rms"].count[:, 0]
+    np.testing.assert_array_equal(merged.totals["resid_rms"].count[:, 0], expected[: len(expected)])
+
+
+def test_a_document_that_two_hold_is_refused_or_counted_twice_on_request(record, tmp_path: Path) -> None:
+    one, two = record(6, "one", lengths=(20, 40)), record(6, "two", lengths=(20, 40, 12))
+    with pytest.raises(RecordingError, match=r"^2 documents are in more than one .* --allow-duplicates"):
+        merge([one.path, two.path], tmp_path / "m.vlens")
+    assert not list(tmp_path.iterdir())
+    merged = Recording(merge([one.path, two.path], tmp_path / "m.vlens", allow_duplicates=True))
+    assert merged.warnings == ("2 documents of the merged parts count more than once",)
+    counts = [r.totals["resid_rms"].count.sum(0) for r in (one, two, merged)]
+    np.testing.assert_array_equal(counts[2], counts[0] + counts[1])
+    assert len(merged.document_hashes) == 3
+
+
+def test_recordings_without_hashes_line_their_groups_up_and_warn(record, monkeypatch, tmp_path: Path) -> None:
+    """As version 1.0 wrote them."""
+    one, two = record(6, "one", lengths=(20, 40)), record(6, "two", lengths=(20, 40, 12))
+    monkeypatch.setattr(schema, "read_documents", lambda gated: None)
+    merged = Recording(merge([one.path, two.path], tmp_path / "m.vlens"))
+    assert merged.warnings == (
+        "merged parts name the same text (random): a document that two of them hold counts twice",
+    )
+    counts = [r.totals["resid_rms"].count[:, 0] for r in (one, two, merged)]
+    np.testing.assert_array_equal(counts[2], np.concatenate(counts[:2]))
+    assert validate(merged.path).exit_code == 0
 
 
 def test_what_can_not_be_merged_is_refused(whole: Recording, record, copy: Path, tmp_path: Path) -> None:
@@ -306,5 +348,5 @@ def test_what_can_not_be_merged_is_refused(whole: Recording, record, copy: Path,
 
 
 def test_every_shard_of_a_merge_passes_the_gate(whole: Recording, record, tmp_path: Path) -> None:
-    for path in merge([whole.path, record(7).path], tmp_path / "m.vlens").rglob("*.h5"):
+    for path in merge([whole.path, record(7).path], tmp_path / "m.vlens", allow_duplicates=True).rglob("*.h5"):
         check_file(path)

@@ -39,7 +39,7 @@ def test_a_statistic_in_every_format(looped_recording: RecordedRun, tmp_path: Pa
         suffix: write(exported, tmp_path / f"s{suffix}") for suffix in (".parquet", ".csv", ".npz", ".safetensors")
     }
     table = pq.read_table(files[".parquet"])
-    assert table.column_names == ["step", "head", "value", "low", "high"]
+    assert table.column_names == ["step", "head", "value", "low", "high", "n"]
     np.testing.assert_array_equal(table["value"].to_numpy().reshape(stat.values.shape), stat.values)
     about = json.loads(table.schema.metadata[b"visitlens"])
     assert (

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues
 from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.hooks.schema import GroupTotals
@@ -21,7 +22,11 @@ LOOPED = LoopSpec(1, range(1), 2).plan()
 
 
 def measure(
-    name: str, sites: Mapping[str, Sequence[Tensor]], segments: Sequence[int] | None = None, **sizes: int
+    name: str,
+    sites: Mapping[str, Sequence[Tensor]],
+    segments: Sequence[int] | None = None,
+    rules: Mapping[int, AttentionRule] | None = None,
+    **sizes: int,
 ) -> GroupTotals:
     """Totals of the statistic that defines `name`, from [token, ...] values of each visit; one group."""
     tokens = len(next(iter(sites.values()))[0])
@@ -29,6 +34,7 @@ def measure(
     for site, visits in sites.items():
         for step, value in enumerate(visits):
             captured.store(site, step, value.unsqueeze(0))
+    captured.rules.update(rules or {})
     ids = torch.tensor(segments if segments is not None else [0] * tokens).unsqueeze(0)
     defaults = {"hidden_size": 4, "num_heads": 1, "num_kv_heads": 1, "num_experts": 16, "experts_per_token": 8}
     collector = StatisticsCollector(Geometry(LOOPED, **{**defaults, **sizes}), 1, [name])
@@ -209,6 +215,20 @@ def test_a_head_that_attends_only_to_the_segment_start_has_sink_mass_1() -> None
     assert mean(measure("sink_mass", sites, segments)).tolist() == [[1], [1]]
     np.testing.assert_allclose(mean(measure("attention_entropy", sites, segments)), [[0], [0]], atol=1e-7)
     assert measure("sink_mass", sites, segments).count.tolist() == [[[7], [7]]]
+
+
+@pytest.mark.parametrize("from_map", [False, True], ids=["kernel", "map"])
+def test_a_learned_sink_takes_its_share_of_each_row(from_map: bool) -> None:
+    """Equal scores and a sink of logit ln 2: it takes 2 parts of 3 from the first query, 2 of 4 from the second. From a map it
+    is what a row lacks to 1."""
+    q = torch.zeros(2, 1, 2)
+    sites = attention([q, q], [q, q])
+    if from_map:
+        sites["P"] = [torch.tensor([[[1 / 3, 0.0], [1 / 4, 1 / 4]]])] * 2
+    rule = AttentionRule(1.0, sinks=torch.tensor([math.log(2)]), from_map=from_map)
+    totals = measure("learned_sink_mass", sites, rules={0: rule, 1: rule})
+    np.testing.assert_allclose(mean(totals), [[(2 / 3 + 2 / 4) / 2]] * 2, rtol=1e-6)
+    assert totals.left_out.tolist() == [[0], [0]]
 
 
 def test_visits_that_attend_to_different_tokens_share_nothing() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.loop_plan import LoopSpec
@@ -20,6 +21,8 @@ from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.collect import StatisticsCollector, registered
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic
+from visitlens.probe.statistics.learned_sink_mass import LearnedSinkMass
+from visitlens.probe.statistics.visit_share import VisitShare
 
 STATISTICS = registered()
 each_statistic = pytest.mark.parametrize("statistic", STATISTICS, ids=lambda cls: cls.__name__)
@@ -30,12 +33,19 @@ def measures_of(statistic: type[Statistic]) -> list[str]:
     return [m.name for m in statistic.measures]
 
 
-def captured_contexts(model: LoopedMoE, text: PackedTokens, rows: Iterable[int], sites: Iterable[str]):
-    """(step values, groups) of one forward over these contexts."""
+def captured_contexts(model: LoopedMoE, text: PackedTokens, rows: Iterable[int], collector: StatisticsCollector):
+    """(captured, segments, groups) of one forward over these contexts; with learned sinks, or tokens that are at some
+    visits only, for the statistics that need them."""
     rows = list(rows)
-    segments = torch.from_numpy(text.segments[rows])
-    with capture(model, sites) as captured:
-        model(torch.from_numpy(text.tokens[rows]), segments)
+    tokens, segments = (torch.from_numpy(of[rows]) for of in (text.tokens, text.segments))
+    with capture(model, collector.sites) as captured:
+        model(tokens, segments)
+    if "visit_share" in collector.measures:
+        for step in model.plan.steps:
+            captured.store("visited", step.index, tokens % 3 >= step.visit - 1)
+    if "learned_sink_mass" in collector.measures:
+        rule = AttentionRule(model.config.head_dim**-0.5, sinks=torch.arange(model.config.num_heads).double())
+        captured.rules.update(dict.fromkeys(range(len(model.plan)), rule))
     groups = text.document_groups(GROUPS)[text.segment_document[segments[segments >= 0].numpy()]]
     return captured, segments, torch.from_numpy(groups)
 
@@ -44,7 +54,7 @@ def totals_over(
     model: LoopedMoE, text: PackedTokens, batches: list[list[int]], collector: StatisticsCollector
 ) -> dict[str, GroupTotals]:
     for rows in batches:
-        captured, segments, groups = captured_contexts(model, text, rows, collector.sites)
+        captured, segments, groups = captured_contexts(model, text, rows, collector)
         collector.update(StepValues(captured, segments, "torch"), groups)
     return collector.take()
 
@@ -121,7 +131,7 @@ def test_axes_name_the_dimensions_of_totals_and_stored_values(
             make_collector(model, text, measures_of(statistic))
         return
     collector = make_collector(model, text, measures_of(statistic))
-    captured, segments, groups = captured_contexts(model, text, range(len(text.tokens)), collector.sites)
+    captured, segments, groups = captured_contexts(model, text, range(len(text.tokens)), collector)
     stored = collector.update(StepValues(captured, segments, "torch"), groups)
     totals = collector.take()
     assert set(totals) == set(measures_of(statistic)) and set(stored) == statistic.stored
@@ -141,6 +151,8 @@ def test_totals_survive_the_files_of_a_recording(
     statistic: type[Statistic], make_model, make_text, make_collector, make_recording, tmp_path: Path
 ) -> None:
     """Written a context at a time, read back through the gate: the same numbers, bit for bit."""
+    if statistic in (LearnedSinkMass, VisitShare):
+        pytest.skip("of models that tests/hooks/adapters record: test_recording.py, test_ragged.py")
     model, text = make_model(2), make_text(lengths=(1, 2, 12, 9))
     names = measures_of(statistic)
     totals = totals_over(model, text, [[i] for i in range(len(text.tokens))], make_collector(model, text, names))
@@ -155,7 +167,8 @@ def test_documents_split_across_contexts_stay_in_one_group(
     """One document of 90 tokens over three contexts of 32, and a short one: two groups, sized as the documents."""
     model, text = make_model(2), make_text(lengths=(90, 4))
     assert len(text.tokens) > 2 and len(text.segment_document) > 3
-    totals = totals_over(model, text, [[i] for i in range(len(text.tokens))], make_collector(model, text))
+    collector = make_collector(model, text, measures_of(statistic))
+    totals = totals_over(model, text, [[i] for i in range(len(text.tokens))], collector)
     groups = text.document_groups(GROUPS)
     real = text.segments[text.segments >= 0]
     sizes = np.bincount(groups[text.segment_document[real]])
@@ -176,6 +189,7 @@ def test_documents_split_across_contexts_stay_in_one_group(
 def poisoned(captured: Captured, site: str, step: int, token: int, value: float) -> Captured:
     """A copy whose site is NaN or infinite in one entry of one token (of context 0)."""
     copy = Captured(captured.plan, captured.sites)
+    copy.rules.update(captured.rules)
     for name in captured.sites:
         for s in range(len(captured.plan)):
             tensor = captured.at(name, s).clone(memory_format=torch.contiguous_format)
@@ -194,7 +208,7 @@ def test_a_bad_number_is_counted_and_never_averaged_in(
     model, text = make_model(2, dtype=torch.float64), make_text(lengths=(12, 15))
     measures = measures_of(statistic)
     clean_collector = make_collector(model, text, measures)
-    captured, segments, groups = captured_contexts(model, text, [0], clean_collector.sites)
+    captured, segments, groups = captured_contexts(model, text, [0], clean_collector)
     values = StepValues(captured, segments, "torch")
     clean_stored = clean_collector.update(values, groups)
     clean = clean_collector.take()

@@ -1,0 +1,88 @@
+"""The loop anatomy of Huginn as small as it can be, in a file as checkpoints bring their own. Not its code, not its weights.
+
+The order of layers, the norms and the names that the adapter relies on are those of the published code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary embedding of [..., position, d]."""
+    half = x.shape[-1] // 2
+    angles = torch.outer(torch.arange(x.shape[-2]), 10_000.0 ** -(torch.arange(half) / half))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+class HuginnAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.Wqkv, self.proj = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.Wqkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, dropout_p=0.0, is_causal=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class HuginnBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (nn.RMSNorm(16) for _ in range(4))
+        self.attn, self.mlp = HuginnAttention(), nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = self.norm_2(self.attn(self.norm_1(x)) + x)
+        return self.norm_4(self.mlp(self.norm_3(x)) + x)
+
+
+class TinyHuginnConfig(PreTrainedConfig):
+    model_type = "huginn_raven"
+    n_embd: int = 16
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    block_size: int = 64
+    mean_recurrence: int = 3
+    padded_vocab_size: int = 40
+
+
+class TinyHuginn(PreTrainedModel):
+    config_class = TinyHuginnConfig
+
+    def __init__(self, config: TinyHuginnConfig | None = None) -> None:
+        super().__init__(config or TinyHuginnConfig())
+        layers = {
+            name: nn.ModuleList(HuginnBlock() for _ in range(n)) for name, n in (("prelude", 1), ("core_block", 2))
+        }
+        layers |= {"coda": nn.ModuleList([HuginnBlock()])}
+        rest = {"wte": nn.Embedding(40, 16), "adapter": nn.Linear(32, 16), "ln_f": nn.RMSNorm(16)}
+        self.transformer, self.lm_head = nn.ModuleDict({**layers, **rest}), nn.Linear(16, 40, bias=False)
+        self.post_init()
+
+    def initialize_state(self, like: Tensor) -> Tensor:
+        return nn.init.trunc_normal_(torch.randn_like(like), std=0.2, a=-0.6, b=0.6)
+
+    def forward(
+        self, input_ids: Tensor, num_steps: int = 9, input_states: Tensor | None = None, use_cache: bool = False
+    ) -> Any:
+        t: Any = self.transformer
+        embedded = t.wte(input_ids)
+        for block in t.prelude:
+            embedded = block(embedded, 0)
+        x = self.initialize_state(embedded) if input_states is None else input_states.clone()
+        for step in range(num_steps):
+            x = t.adapter(torch.cat([x, embedded], dim=-1))
+            for block in t.core_block:
+                x = block(x, step)
+        x = t.ln_f(x)
+        for block in t.coda:
+            x = block(x, -1)
+        return CausalLMOutput(logits=self.lm_head(t.ln_f(x)))
