@@ -173,10 +173,12 @@ class Family(ABC):
         return getattr(result, "logits", None)
 
     def facts(self, model: nn.Module, anatomy: Anatomy) -> ModelFacts:
+        reads = {read.site for layer in anatomy.layers for read in layer.reads}
+        unread = {site: "its adapter doesn't say where it is" for site in _OPTIONAL if site not in reads}
         return ModelFacts(
             family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]  # a model of transformers
             num_layers=len(anatomy.layers),
-            missing=anatomy.missing,
+            missing={**unread, **anatomy.missing},
             absent=anatomy.absent,
             notes=anatomy.notes,
             learned_sink=self.learned_sink,
@@ -196,6 +198,8 @@ def _first(*ids: Any) -> int:
     return 0
 
 
+_OPTIONAL = ("O", "resid_out")
+"""Sites that an adapter may leave out: no measure needs them."""
 ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in", "expert_out")
 NO_ROUTER: Mapping[str, str] = dict.fromkeys(ROUTING, "its feed-forward layers are dense, there is no router")
 """`missing` of a dense family."""
