@@ -58,7 +58,7 @@ def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
     model = adapt(transformers.GPT2LMHeadModel(config), names["GPT2"]())
     guards = check(model, torch.randint(0, 61, (1, 16)))
     kept = [guard.name for guard in guards if guard.ok]
-    assert kept == ["observation", "writes", "attention rows", "documents", "cached generation"]
+    assert kept == ["observation", "plan", "writes", "attention rows", "documents", "padding", "cached generation"]
 
 
 def test_the_command_inspects_folders(
