@@ -127,7 +127,7 @@ def ablate_heads(
     batches = list(_batches(task, tokens_at_once))
     done, total = 0, len(batches) * len(chosen)
     for batch in batches:
-        runs = _in_turn if isinstance(model, InstrumentedModel) else _side_by_side
+        runs: Any = _in_turn if isinstance(model, InstrumentedModel) else _side_by_side
         here = batch.on(device_of(model))
         plain, ablated = runs(model, here, steps, which, metric, partial(replace, rows=batch.rows), tokens_at_once)
         np.add.at(intact, batch.group, plain)

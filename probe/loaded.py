@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from visitlens.kernels.errors import CheckpointError, InputError
 from visitlens.probe.bundled import PAIR
+from visitlens.probe.ladder.documents import read_documents
 
 if TYPE_CHECKING:
     from visitlens.probe.notebook import Model
@@ -30,6 +31,16 @@ def checkpoint(source: str | Path) -> Path:
             f"{source}: no such checkpoint folder; bundled models are {' and '.join(BUNDLED)}, a hub name is owner/name"
         )
     return folder
+
+
+def check_text(text: str | Path) -> None:
+    """Reads the first document, where the text lies on this machine.
+
+    Raises:
+        InputError: nothing readable there.
+    """
+    if not str(text).startswith("hf:"):
+        next(iter(read_documents(Path(text))), None)
 
 
 def load(

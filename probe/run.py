@@ -29,6 +29,7 @@ from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
+from visitlens.hooks.shards import readable_bytes
 from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts
@@ -171,6 +172,18 @@ class PreparedRun:
             return PlannedModel(config, config.loop_spec.plan(), DTYPES[self.request.dtype])
         return PlannedModel(self.model.config, self.model.plan, DTYPES[self.request.dtype])
 
+    def __str__(self) -> str:
+        """What will be written."""
+        size = "a summary of a few MB"
+        if self.bytes_needed:
+            size = f"about {readable_bytes(self.bytes_needed)} and a summary"
+        tokens, documents = self.contexts.num_tokens, len(self.contexts.document_hash)
+        of = f"{tokens:,} token{'s' * (tokens != 1)}, {documents:,} document{'s' * (documents != 1)}"
+        return f"{of}; writes {size} to {self.request.url or self.request.out}"
+
+    def __repr__(self) -> str:
+        return f"PreparedRun({self}, level {self.request.options.level})"
+
     @cached_property
     def provenance(self) -> dict[str, Any]:
         """Of this run."""
@@ -226,12 +239,30 @@ def record(
     sites: Sequence[str] = (),
     **changes: Any,
 ) -> RecordedRun:
-    """Records a model over text, as `visitlens record` does, and opens the recording.
+    """Records a model over text, as `visitlens record` does, and opens the recording; `plan_recording` says before how
+    large it will be.
 
     `changes` are further fields of `RunRequest`, for example `max_tokens=10_000`, `dtype="bfloat16"` or `workers=4`.
 
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
+    """
+    return open_recording(plan_recording(checkpoint, text, out, level=level, sites=sites, **changes).record())
+
+
+def plan_recording(
+    checkpoint: str | Path,
+    text: str | Path,
+    out: str | Path = "run.vlens",
+    *,
+    level: str = "summary",
+    sites: Sequence[str] = (),
+    **changes: Any,
+) -> PreparedRun:
+    """What `record` would do, not done yet: tokens, documents and bytes; its `record()` does it.
+
+    Raises:
+        As `record`.
     """
     if is_url(out):
         raise InputError(
@@ -239,7 +270,7 @@ def record(
         )
     options = RecordingOptions(level=level, sites=tuple(sites))
     request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
-    return open_recording(PreparedRun(request).record())
+    return PreparedRun(request)
 
 
 def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tuple[PackedTokens, int]:

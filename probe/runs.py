@@ -40,7 +40,9 @@ class Run:
     @cached_property
     def logits(self) -> Tensor:
         with torch.no_grad(), intervene(self.model.native, *self.interventions):
-            return self._one(self.model.native(self.token_ids, self.segment_ids))
+            logits = self.model.native(self.token_ids, self.segment_ids)
+            assert logits is not None
+            return self._one(logits)
 
     @cached_property
     def loss(self) -> Tensor:

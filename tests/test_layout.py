@@ -136,6 +136,10 @@ for name in run.measures:
 run.expert_overlap(), run.expert_overlap_chance_by_load(), run.norm_ratio("norm_output"), run.load_imbalance()
 run.update_cosine_other_layers(), run.attended_control("mass_overlap"), repr(run), run.sink_mass().to_dict()
 run.recording.token_table(), run.recording.experts(1, 2), run.recording.token_stat("sink_mass")
+try:
+    visitlens.load("nope")
+except visitlens.VisitlensError as error:
+    assert "bundled models are smelt and baseline" in str(error)
 heavy = ("torch", "transformer_lens", "transformers", "pandas")
 loaded = [h for h in heavy if h in sys.modules]
 assert not loaded, f"reading a recording imported {loaded}"

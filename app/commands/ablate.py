@@ -51,10 +51,12 @@ def ablate(
 ) -> None:
     """Ablate every head of the looped block, one at a time, and keep the result in the recording."""
     from visitlens.hooks.recording import Recording
-    from visitlens.probe.loaded import checkpoint
+    from visitlens.probe.loaded import check_text, checkpoint
 
     Recording(recording)  # says what is wrong with it, and of the checkpoint, before torch is imported
     folder = checkpoint(model)
+    if text is not None:
+        check_text(text)
     with loading("torch"):
         from visitlens.app.commands.record import model_options
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording

@@ -33,9 +33,11 @@ def experiment(
     list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
 ) -> None:
     """Intervene on a model: what each part of each visit is worth."""
-    from visitlens.probe.loaded import checkpoint, load
+    from visitlens.probe.loaded import check_text, checkpoint, load
 
     folder = checkpoint(model)
+    if text is not None:
+        check_text(text)
     with loading("torch"):
         from visitlens.probe import experiment as experiments
         from visitlens.probe.tables import as_text

@@ -22,11 +22,14 @@ def inspect(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """Say how a model runs its layers (the step ledger), what its visits share, and whether it can be recorded."""
+    from visitlens.probe.loaded import checkpoint
+
+    folder = checkpoint(model)
     with loading("torch and the model"):
         from visitlens.app.commands.record import model_options
         from visitlens.probe.inspection import inspect_model
 
-        found = inspect_model(model, tokens, checks=checks, dtype=dtype, **model_options(steps, trust_remote_code))
+        found = inspect_model(folder, tokens, checks=checks, dtype=dtype, **model_options(steps, trust_remote_code))
     typer.echo(json.dumps(found, indent=1) if as_json else _text(found))
 
 

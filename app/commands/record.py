@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from visitlens.app.console import comma_separated, console, counted, loading, progress_once_begun, token_bounds
+from visitlens.app.console import comma_separated, console, loading, progress_once_begun, token_bounds
 
 if TYPE_CHECKING:
     from visitlens.probe.run import RunRequest
@@ -29,7 +29,7 @@ class Engine(StrEnum):
 
 
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, or a hub name (owner/name).")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, hub name, or bundled: smelt, baseline.")],
     text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
     out: Annotated[
         str, typer.Option("--out", "-o", help="The recording: a folder, or s3://... . An unfinished one is continued.")
@@ -64,6 +64,10 @@ def record(
 
     A native model that is too large for one device: `torchrun --nproc-per-node N -m visitlens record ... --device cuda`.
     """
+    from visitlens.probe import loaded
+
+    folder = loaded.checkpoint(checkpoint)  # a mistyped path is told before torch is imported
+    loaded.check_text(text)
     with loading("torch"):
         from visitlens.hooks.object_store import is_url
         from visitlens.hooks.recorder import RecordingOptions
@@ -79,7 +83,7 @@ def record(
         shard_tokens=shard_tokens,
     )
     request = RunRequest(
-        checkpoint=checkpoint,
+        checkpoint=folder,
         text=text,
         out=Path(out),
         options=options,
@@ -102,20 +106,16 @@ def record(
 
 
 def _record(request: RunRequest) -> None:
-    from visitlens.hooks.shards import readable_bytes
     from visitlens.probe.run import PreparedRun
 
     with loading("the model and the text"):
         run = PreparedRun(request)
         if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
-    size = f"about {readable_bytes(run.bytes_needed)} and a summary" if run.bytes_needed else "a summary of a few MB"
-    place = request.url or request.out
-    documents = counted(len(run.contexts.document_hash), "document")
-    console.print(f"{counted(run.contexts.num_tokens, 'token')}, {documents}; writes {size} to {place}")
+    console.print(str(run))
     with progress_once_begun("recording") as show:
         run.record(show)
-    typer.echo(place)
+    typer.echo(request.url or request.out)
 
 
 def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:

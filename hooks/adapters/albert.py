@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +23,10 @@ class Albert(Family):
     causal = False
     loops = "config.num_hidden_layers"
 
-    def looping(self, model: Any, visits: int) -> AbstractContextManager[None]:
-        return super().looping(model, visits * model.config.num_hidden_groups)
+    @contextmanager
+    def looping(self, model: Any, visits: int) -> Iterator[None]:
+        with super().looping(model, visits * model.config.num_hidden_groups):
+            yield
 
     def anatomy(self, model: Any) -> Anatomy:
         config = model.config

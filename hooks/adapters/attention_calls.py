@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class AttentionCall:
 Observer = Callable[[AttentionCall], None]
 
 
+@runtime_checkable
 class Editor(Protocol):
     """Changes the attention calls of a module."""
 
@@ -56,7 +57,7 @@ Watcher = Observer | Editor
 def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attend: Attend, options: Mapping[str, Any]) -> Any:
     """`attend(q, k, v)` gives (output, weights or None). Editors act in the order they came, then observers are told."""
     watchers: tuple[Watcher, ...] = getattr(module, _WATCHERS, ())
-    editors = [w for w in watchers if hasattr(w, "before")]
+    editors = [w for w in watchers if isinstance(w, Editor)]
     for editor in editors:
         q, k, v = editor.before(q, k, v)
     output, weights = attend(q, k, v)
@@ -64,7 +65,7 @@ def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attend: Attend, 
     for editor in editors:
         call = editor.after(call)
     for watcher in watchers:
-        if not hasattr(watcher, "before"):
+        if not isinstance(watcher, Editor):
             watcher(call)
     return call.output, weights
 
@@ -161,8 +162,8 @@ class _SeesSDPA(TorchFunctionMode):
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
             return func(q, k, v, *args[3:], **rest).transpose(1, 2), None
 
-        inputs = (named[name] for name in ("query", "key", "value"))
-        output, _ = _attend(self.module, *inputs, attend, {"scaling": kwargs.get("scale")})
+        q, k, v = (named[name] for name in ("query", "key", "value"))
+        output, _ = _attend(self.module, q, k, v, attend, {"scaling": kwargs.get("scale")})
         return output.transpose(1, 2)
 
 

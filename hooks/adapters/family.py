@@ -177,7 +177,7 @@ class Family(ABC):
         return ModelFacts(
             family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]  # a model of transformers
             num_layers=len(anatomy.layers),
-            missing={**dict.fromkeys(_unread(anatomy), "the adapter doesn't say where it is"), **anatomy.missing},
+            missing={**dict.fromkeys(_unread(anatomy), "its adapter doesn't say where it is"), **anatomy.missing},
             absent=anatomy.absent,
             notes=anatomy.notes,
             learned_sink=self.learned_sink,

@@ -40,8 +40,8 @@ class StepObserver:
         self._handles.append(body.register_forward_pre_hook(self._begin, with_kwargs=True))
         self._handles.append(body.register_forward_hook(self._end))
         for number, layer in enumerate(self.adapted.anatomy.layers):
-            for path in layer.modules:
-                module = self._module(path)
+            modules = {self._module(path): path for path in layer.modules}  # one module may stand in several places
+            for module, path in modules.items():
                 # The layer's own hooks come first: reads of its input need the step.
                 enter = partial(self._enter, layer=number, path=path)
                 self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))

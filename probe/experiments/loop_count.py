@@ -33,7 +33,12 @@ def loop_count(
         InputError: an unlooped model, a loop count below 1, a family whose loop count is built in.
     """
     loops = list(loops)
-    scales = ("kept",) if isinstance(model, InstrumentedModel) else SCALES  # other families' writes have no 1/r
+    trained = max(model.plan.visits.values())
+    how = f"the loops run `loops` times (a layer's visits as the model is: {trained})"
+    scales = ("kept",)  # other families' writes have no 1/r
+    if not isinstance(model, InstrumentedModel):
+        scales = SCALES
+        how += f"; rescaled: writes in them scaled by 1/loops, kept: by 1/{trained}"
     loss = np.zeros((sample.documents, len(scales), len(loops)))
     hits = np.zeros_like(loss)
     for i, scale in enumerate(scales):
@@ -41,10 +46,6 @@ def loop_count(
             (scores,) = score(with_loop_count(model, count, scale), sample)
             loss[:, i, j], hits[:, i, j] = scores.loss, scores.hits
             on_progress(i * len(loops) + j + 1, len(scales) * len(loops))
-    trained = max(model.plan.visits.values())
-    how = f"the loops run `loops` times (a layer's visits as the model is: {trained})"
-    if scales == SCALES:
-        how += f"; rescaled: writes in them scaled by 1/loops, kept: by 1/{model.config.visits}"
     axes, labels = ("scale", "loops", "slice"), {"scale": scales, "loops": loops, "slice": list(sample.slices)}
     measures = {
         "loss": Measure("loss", "Loss by loop count", axes, "nats a token", f"Cross-entropy, {how}.", "ours"),

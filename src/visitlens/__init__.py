@@ -27,6 +27,7 @@ _EXPORTS = {
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
     "load_model": "visitlens.hooks.loading",
     "open": "visitlens.probe.opened",
+    "plan_recording": "visitlens.probe.run",
     "record": "visitlens.probe.run",
     "Sample": "visitlens.probe.samples",
     "do": "visitlens.hooks.intervene",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from visitlens.kernels.errors import InputError
-from visitlens.kernels.grouped_experts import _choose, grouped_experts
+from visitlens.kernels.grouped_experts import _choose, expert_outputs, grouped_experts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 """Largest error against the float64 loop, relative to the largest value of the output or gradient."""
@@ -169,3 +169,18 @@ def test_gradients_do_not_depend_on_what_memory_held() -> None:
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     for one, two in zip(*results, strict=True):
         assert torch.equal(one, two) and two.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("tokens", "num_experts", "k"), [(9, 7, 3), (5, 4, 4), (6, 1, 1), (0, 5, 2)])
+def test_each_experts_output_is_its_own_swiglu(dtype: torch.dtype, tokens: int, num_experts: int, k: int) -> None:
+    x, experts, gates, w_in, w_out = problem(tokens, 16, 8, num_experts, k, dtype)
+    outputs = expert_outputs(x, experts, w_in, w_out)
+    assert outputs.shape == (tokens, k, 16) and outputs.dtype == dtype
+    wide = [value.double() for value in (x, w_in, w_out)]
+    for j in range(k):
+        alone = by_token(wide[0], experts[:, j : j + 1], torch.ones(tokens, 1).double(), wide[1], wide[2])
+        error = (outputs[:, j].double() - alone).abs()
+        assert not tokens or float(error.max()) <= TOLERANCE[dtype] * float(alone.abs().max())
+    weighed = (outputs * gates.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(weighed, grouped_experts(x, experts, gates, w_in, w_out), atol=2e-2, rtol=2e-2)

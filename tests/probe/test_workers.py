@@ -14,10 +14,11 @@ import pytest
 
 from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.shards import readable_bytes
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import InputError, StorageError
 from visitlens.probe.bundled import PAIR, SAMPLE
-from visitlens.probe.run import PreparedRun, RunRequest
+from visitlens.probe.run import PreparedRun, RunRequest, plan_recording
 
 
 def request(out: Path, **changes: object) -> RunRequest:
@@ -83,6 +84,10 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
 
 def test_where_a_recording_comes_from_and_what_to_be_warned_of(tmp_path: Path) -> None:
     prepared = PreparedRun(request(tmp_path / "r", synthetic="random weights"))
+    assert repr(prepared).startswith("PreparedRun(2,0") and "level tokens)" in repr(prepared)
+    larger = plan_recording(PAIR["looped"], SAMPLE, tmp_path / "a", level="activations", max_tokens=2000)
+    assert f"writes about {readable_bytes(larger.bytes_needed)} and a summary to {tmp_path / 'a'}" in str(larger)
+    assert not (tmp_path / "a").exists()
     made = prepared.provenance
     assert len(made["tokenizer_sha256"]) == len(made["weights_sha256"]) == 64 and made["versions"]["numpy"]
     assert made["warnings"][0] == "synthetic: random weights"
