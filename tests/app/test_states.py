@@ -150,6 +150,7 @@ def test_an_empty_folder_says_how_to_record_and_shows_what_appears(
     assert "No recording yet" in text and "visitlens record" in text and "--demo" in text
     (tmp_path / "new.vlens").symlink_to(folder / "looped.vlens")
     person.page.locator(".panels").wait_for(timeout=20_000)
+    person.settled()
     assert person.page.title().startswith("Layers · new")
 
 
