@@ -7,24 +7,14 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.attention import (
-    Place,
-    Pooled,
-    Region,
-    both_maps,
-    key_changes,
-    looped_layer,
-    place_of,
-    pooled_by_tiles,
-    source,
-    token_texts,
-)
+from visitlens.app.attention import Place, both_maps, key_changes, looped_layer, place_of, source, token_texts
 from visitlens.app.components import selector, state
 from visitlens.app.context import View
 from visitlens.app.documents import segment_choices
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
 from visitlens.app.plots import Line, Plot, visit_maps
+from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
 from visitlens.kernels.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.figures.theme import Theme, token_text

@@ -196,6 +196,7 @@ class Visitor:
     def click_point(self, key: str, trace: int, at: int) -> None:
         """A point of a panel's line."""
         chart = self.charted(key)
+        chart.scroll_into_view_if_needed()
         x, y = chart.evaluate(
             """(chart, [t, i]) => {
                 const plot = chart.querySelector('.js-plotly-plot'), trace = plot._fullData[t];
@@ -204,7 +205,9 @@ class Visitor:
             }""",
             [trace, at],
         )
-        self.page.mouse.move(x - 1, y - 1)
+        self.page.mouse.move(x - 3, y - 3)
+        self.page.mouse.move(x, y)
+        chart.locator(".cell-cursor").first.wait_for(state="attached")  # it is under the mouse
         self.page.mouse.click(x, y)
         self.settled()
 
