@@ -194,20 +194,21 @@ class Visitor:
         self.settled()
 
     def click_point(self, key: str, trace: int, at: int) -> None:
-        """A point of a panel's line."""
+        """A point of a panel's line, where the page's own cursor marks it."""
         chart = self.charted(key)
         chart.scroll_into_view_if_needed()
         x, y = chart.evaluate(
             """(chart, [t, i]) => {
-                const plot = chart.querySelector('.js-plotly-plot'), trace = plot._fullData[t];
+                const plot = chart.querySelector('.js-plotly-plot'), point = plot.calcdata[t][i];
                 const { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect();
-                return [box.left + xaxis._offset + xaxis.d2p(trace.x[i]), box.top + yaxis._offset + yaxis.d2p(trace.y[i])];
+                return [box.left + xaxis._offset + xaxis.c2p(point.x), box.top + yaxis._offset + yaxis.c2p(point.y)];
             }""",
             [trace, at],
         )
         self.page.mouse.move(x - 3, y - 3)
         self.page.mouse.move(x, y)
-        chart.locator(".cell-cursor").first.wait_for(state="attached")  # it is under the mouse
+        box = chart.locator(".cell-cursor").first.bounding_box()
+        assert box and abs(box["x"] + box["width"] / 2 - x) < 2 and abs(box["y"] + box["height"] / 2 - y) < 2
         self.page.mouse.click(x, y)
         self.settled()
 
