@@ -35,7 +35,7 @@ def panel_card(panel: Panel, view: View) -> html.Section:
     graph = html.Div(
         className="graph",
         style={"height": f"{height}px"},
-        **attrs({"data-figure": to_json_plotly(plot), "data-config": json.dumps(GRAPH_CONFIG)}),
+        **attrs({"data-figure": str(to_json_plotly(plot)), "data-config": json.dumps(GRAPH_CONFIG)}),
     )
     title = f"title-{panel.key}"
     keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")

@@ -67,7 +67,7 @@ def map_panel(view: View) -> Panel:
     place = place_of(view, token, int(asked) if asked.isdigit() and len(asked) < 10 else None)
     layer = looped_layer(view)
     zoomed = parse_zoom(extra.get("zoom", ""), place.tokens)
-    region = Region.of((place.tokens, place.tokens), **zoomed)
+    region = Region.of((place.tokens, place.tokens), rows=zoomed.get("rows"), columns=zoomed.get("columns"))
     how = "mean" if extra.get("pool") == "mean" else "max"
     earlier, later, difference = pooled_by_tiles(lambda *rows: both_maps(view, place, rows), region, how)
     texts = token_texts(view, place)

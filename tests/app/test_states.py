@@ -124,7 +124,8 @@ def test_many_recordings_are_listed_and_few_are_kept(
     assert len(runs) == 8 and all(runs)
     kept = sum("totals" in entry.run.recording.__dict__ for entry in registry.entries() if entry.run)
     assert kept == 3
-    assert registry["r0"].run.measures and registry["r0"].run is registry["r0"].run
+    again = registry["r0"].run
+    assert again and again.measures and registry["r0"].run is again
 
 
 def test_a_recording_that_grows_is_followed(
