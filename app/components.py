@@ -35,7 +35,7 @@ def panel_card(panel: Panel, view: View) -> html.Section:
     graph = html.Div(
         className="graph",
         style={"height": f"{height}px"},
-        **attrs({"data-figure": to_json_plotly(plot), "data-config": json.dumps(GRAPH_CONFIG)}),
+        **attrs({"data-figure": str(to_json_plotly(plot)), "data-config": json.dumps(GRAPH_CONFIG)}),
     )
     title = f"title-{panel.key}"
     keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")
@@ -206,8 +206,10 @@ def badge(text: str, kind: str, title: str = "") -> html.Span:
 
 
 def number(value: float | None) -> str:
-    """Three decimals, tabular; a dash for what wasn't measured."""
-    return "–" if value is None or value != value else digits(value)
+    """Three decimals, tabular, four where three would be lost; a dash for what wasn't measured."""
+    if value is None or value != value:
+        return "–"
+    return f"{value:.4f}".replace("-", "−") if 0.00005 <= abs(value) < 0.001 else digits(value)
 
 
 def _cell(value: Any) -> Any:

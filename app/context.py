@@ -147,6 +147,11 @@ def _first_readable(registry: Registry, ids: tuple[str, ...]) -> str:
     return best[0].id
 
 
+def said(error: VisitlensError, view: View) -> str:
+    """Its message without the folder that the recording lies in: who looks may be on another machine."""
+    return str(error).replace(f"{view.entry.path.parent}/", "") if view.entry else str(error)
+
+
 def describe_needs(view: View, needs: Mapping[str, str] | tuple[str, ...]) -> str:
     """Why a page can't be shown for this view, in one sentence; "" if it can. See `app/pages/__init__.py`."""
     run = view.run

@@ -1,4 +1,5 @@
-"""The recordings of `visitlens app --demo`: the bundled pair on a short held-out text, made once and kept in the cache folder."""
+"""The recordings of `visitlens app --demo`: the bundled pair on a short held-out text, with a head ablation, made once and kept
+in the cache folder."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from visitlens.probe.opened import open as open_recording
 
 TOKENS = 8192
 MAP_TOKENS, MAP_CONTEXT = 512, 128
+PROMPTS = 8
 NAMES = {"looped": "smelt", "baseline": "baseline", "maps": "smelt-maps"}
 
 
@@ -30,6 +32,9 @@ def demo_recordings(say: Callable[[str], None]) -> list[Path]:
     for side in missing:
         _record(side, folder / f"{NAMES[side]}.vlens")
         say(f"recorded {NAMES[side]}")
+    if not open_recording(paths[0]).ablations():
+        _ablate(paths[0])
+        say(f"ablated every looped head of {NAMES['looped']}")
     return paths
 
 
@@ -43,6 +48,15 @@ def _whole(path: Path) -> bool:
         return open_recording(path).recording.complete
     except (ValueError, OSError):
         return False
+
+
+def _ablate(recording: Path) -> None:
+    """Every head of the loop, on a few Dyck prompts."""
+    from visitlens.probe.ablation_run import AblationRequest, ablate_recording
+    from visitlens.probe.dyck_study import DyckSettings
+
+    settings = DyckSettings(prompts=PROMPTS)
+    ablate_recording(AblationRequest(recording=recording, checkpoint=PAIR["looped"], dyck=settings))
 
 
 def _record(side: str, out: Path) -> None:

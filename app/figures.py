@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from visitlens.app.components import state
-from visitlens.app.context import View
+from visitlens.app.context import View, said
 from visitlens.app.panels import Panel, figure_panel
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.figures.base import Figure, registered
@@ -82,5 +82,5 @@ def gallery(view: View) -> list[Any]:
         try:
             items.append(panel_of(view, figure))
         except VisitlensError as error:
-            items.append(state(figure.title, [figure.question, f"Not drawn: {error}"], "partial panel"))
+            items.append(state(figure.title, [figure.question, f"Not drawn: {said(error, view)}"], "partial panel"))
     return items

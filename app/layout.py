@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from dash import dcc, html
 
 from visitlens.app.components import attrs, command, icon, panel_card, state
-from visitlens.app.context import Context, View, describe_needs, view_of
+from visitlens.app.context import Context, View, describe_needs, said, view_of
 from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
@@ -218,11 +218,6 @@ def _content(page: ModuleType, view: View) -> list[Any]:
         return [state(f"{page.TITLE}: not for this recording", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
     return [html.Div(without_holes(cards), className="panels")]
-
-
-def said(error: VisitlensError, view: View) -> str:
-    """Its message without the folder that the recording lies in: who looks may be on another machine."""
-    return str(error).replace(f"{view.entry.path.parent}/", "") if view.entry else str(error)
 
 
 def without_holes(cards: list[Any]) -> list[Any]:

@@ -13,12 +13,14 @@ import numpy as np
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, line_trace, sequential
 from visitlens.probe.figures.generic import label_text
 from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import ORANGE, Style, Theme, escape
+from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape
+from visitlens.probe.live_figures import spread
 from visitlens.probe.measure import StatArray, json_numbers
 
 Plot = dict[str, Any]
 """`data` and `layout` as Plotly.js takes them. Built without Plotly's Python objects, whose checks take 20 ms a figure."""
 _HEIGHT = 300
+_TICKS = 9  # below each of three maps side by side
 _DOMAINS = ((0.0, 0.285), (0.31, 0.595), (0.685, 0.97))
 """Of the maps of two visits and their difference, each pair with room for its colour bar."""
 
@@ -108,11 +110,13 @@ def visit_maps(
     selected: tuple[int, int] | None = None,
     cosine: bool = False,
     column_ticks: Sequence[str] | None = None,
+    root: bool = False,
 ) -> Plot:
     """Earlier | later | difference [row, column] (theirs, if not given): the first two on one scale, the third symmetric about zero.
 
     `rows` and `columns` are labels, escaped already. `selected` is a cell to outline; `column_ticks` are shorter labels for
-    the axis. Text is the same in all three, so that linked hover can mark one cell everywhere.
+    the axis; with `root` colours follow the square root of the value, for maps of a few bright cells. Text is the same in all
+    three, so that linked hover can mark one cell everywhere.
     """
     difference = later - earlier if difference is None else difference
     traces, titled = [], []
@@ -122,9 +126,9 @@ def visit_maps(
         traces.append(trace | {"xaxis": _axis("x", at), "yaxis": _axis("y", at)})
         vertical = {**_cells(rows, 20), "anchor": _axis("x", at), "autorange": "reversed"}
         vertical |= {"title": {"text": escape(row_title)}} if at == 1 else {"matches": "y", "showticklabels": False}
-        across = {**_cells(columns, 12), "title": {"text": escape(column_title)}}
+        across = {**_cells(columns, _TICKS), "title": {"text": escape(column_title)}}
         across |= {"domain": _DOMAINS[at - 1], "anchor": _axis("y", at)} | ({} if at == 1 else {"matches": "x"})
-        across |= {} if column_ticks is None else {"ticktext": every(column_ticks, 12), "tickangle": 0}
+        across |= {} if column_ticks is None else {"ticktext": every(column_ticks, _TICKS), "tickangle": 0}
         number = "" if at == 1 else str(at)
         layout |= {f"xaxis{number}": across, f"yaxis{number}": vertical}
         middle = {"x": sum(_DOMAINS[at - 1]) / 2, "y": 1, "xref": "paper", "yref": "paper", "showarrow": False}
@@ -135,6 +139,8 @@ def visit_maps(
     negative = bool(np.nanmin([earlier, later], initial=0.0) < 0)
     both = diverging(1.0 if cosine else top, unit) if negative else sequential(top, unit)
     second = diverging(reach, "difference")
+    if root:
+        both["colorscale"], second["colorscale"] = spread(SEQUENTIAL), spread(DIVERGING, True)
     for axis, x in ((both, _DOMAINS[1][1]), (second, _DOMAINS[2][1])):
         axis["colorbar"] = {**axis["colorbar"], "title": None, "x": x, "xanchor": "left", "xpad": 6, "thickness": 9}
     layout |= {"coloraxis": both, "coloraxis2": second, "margin": {"t": 30, "l": 60, "r": 62, "b": 50}}
@@ -200,7 +206,7 @@ def map_trace(
 def _packed(values: np.ndarray) -> dict[str, str]:
     """As Plotly.js takes typed arrays: a third of the digits' size, and nothing to parse."""
     data = np.ascontiguousarray(values, dtype="<f4")
-    return {"dtype": "f4", "bdata": b64encode(data).decode(), "shape": ", ".join(map(str, data.shape))}
+    return {"dtype": "f4", "bdata": b64encode(data.tobytes()).decode(), "shape": ", ".join(map(str, data.shape))}
 
 
 def _axis(letter: str, at: int) -> str:

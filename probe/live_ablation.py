@@ -12,7 +12,7 @@ from visitlens.probe.live_run import LiveRun, log_softmax
 KINDS = {
     "zero": "set to zero",
     "mean": "set to its mean over the prompt",
-    "resample": "taken from the prompt with its tokens shuffled",
+    "resample": "as in the shuffled prompt",
 }
 """How a head's attended context (PV, before W_O) is silenced."""
 

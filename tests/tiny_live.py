@@ -43,7 +43,7 @@ def ids_of(run: LiveRun) -> torch.Tensor:
 
 def hooks_left(model: LoopedMoE) -> int:
     """Hooks that a model carries."""
-    points = [m for m in model.modules() if hasattr(m, "fwd_hooks")]
+    points: list[Any] = [m for m in model.modules() if hasattr(m, "fwd_hooks")]
     return sum(len(p.fwd_hooks) + len(p._forward_hooks) for p in points) + len(model.ln_final._forward_hooks)
 
 

@@ -168,7 +168,8 @@
         x = xa.c2p(at.column); y = ya.c2p(at.row);
         w = Math.max(Math.abs(xa.c2p(1) - xa.c2p(0)), 5); h = Math.max(Math.abs(ya.c2p(1) - ya.c2p(0)), 5);
       } else {
-        x = xa.d2p(trace.x[at.column]); y = ya.d2p(trace.y[at.column]);
+        const point = plot.calcdata[i][at.column]; // d2p takes a category "2" for the third place
+        x = xa.c2p(point.x); y = ya.c2p(point.y);
         box.classList.add("round");
       }
       if (!isFinite(x) || !isFinite(y)) continue;

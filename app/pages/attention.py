@@ -7,24 +7,14 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.attention import (
-    Place,
-    Pooled,
-    Region,
-    both_maps,
-    key_changes,
-    looped_layer,
-    place_of,
-    pooled_by_tiles,
-    source,
-    token_texts,
-)
+from visitlens.app.attention import Place, both_maps, key_changes, looped_layer, place_of, source, token_texts
 from visitlens.app.components import selector, state
 from visitlens.app.context import View
 from visitlens.app.documents import segment_choices
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
 from visitlens.app.plots import Line, Plot, visit_maps
+from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
 from visitlens.kernels.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.figures.theme import Theme, token_text
@@ -77,7 +67,7 @@ def map_panel(view: View) -> Panel:
     place = place_of(view, token, int(asked) if asked.isdigit() and len(asked) < 10 else None)
     layer = looped_layer(view)
     zoomed = parse_zoom(extra.get("zoom", ""), place.tokens)
-    region = Region.of((place.tokens, place.tokens), **zoomed)
+    region = Region.of((place.tokens, place.tokens), rows=zoomed.get("rows"), columns=zoomed.get("columns"))
     how = "mean" if extra.get("pool") == "mean" else "max"
     earlier, later, difference = pooled_by_tiles(lambda *rows: both_maps(view, place, rows), region, how)
     texts = token_texts(view, place)
@@ -89,9 +79,8 @@ def map_panel(view: View) -> Panel:
         titles = (f"visit {a}", f"visit {b}", f"difference: visit {b} − visit {a}")
         return visit_maps(
             theme,
-            earlier.values,
-            later.values,
-            difference.values,
+            *(_seen(part) for part in (earlier, later, difference)),
+            root=True,
             titles=titles,
             rows=rows,
             columns=columns,
@@ -141,7 +130,7 @@ def map_panel(view: View) -> Panel:
         title=f"Attention of layer {layer}, head {view.head}",
         draw=draw,
         caption=[
-            f"{what}, n = {place.tokens:,} tokens from token {place.start:,}.{cut} Rows are queries, columns keys; both visits share one scale, the difference is symmetric about zero.{pooled} No interval: single attention weights.",
+            f"{what}, n = {place.tokens:,} tokens from token {place.start:,}.{cut} Rows are queries, columns keys; both visits share one scale, the difference is symmetric about zero; colours follow the square root.{pooled} No interval: single attention weights.",
         ],
         data=lambda: {
             place.kind: place.index,
@@ -209,6 +198,13 @@ def parse_zoom(text: str, size: int) -> dict[str, tuple[int, int]]:
     return {"rows": (r0, r1), "columns": (c0, c1)} if r0 < r1 and c0 < c1 else {}
 
 
+def _seen(pooled: Pooled) -> np.ndarray:
+    """Blank where no query of a block sees any key of it: after the query, in a causal model."""
+    last = pooled.row_starts[:, None] + pooled.factor - 1
+    future = pooled.column_starts[None, :] > last
+    return np.where(future, np.nan, pooled.values) if not pooled.values[future].any() else pooled.values
+
+
 def _zoom(pooled: Pooled, part: bool) -> dict[str, Any]:
     rows, columns = pooled.row_starts.tolist(), pooled.column_starts.tolist()
     return {"factor": pooled.factor, "rows": rows, "columns": columns, "part": part}
@@ -268,5 +264,10 @@ def _stages(view: View) -> Panel | None:
         return None
     stat = view.recorded.stage_cosine(view.visits)
     return stat_panel(
-        view, "stages", stat, f"rec.stage_cosine(visits={view.visits}).plot()", links={"path": "/heads", "y": "layer"}
+        view,
+        "stages",
+        stat,
+        f"rec.stage_cosine(visits={view.visits}).plot()",
+        links={"path": "/heads", "y": "layer"},
+        height=min(180 + 36 * len(stat.labels["layer"]), 520),
     )

@@ -80,7 +80,7 @@ def _profile(view: View, name: str) -> Panel:
     partner = view.pair.baseline
     notes = ["Every step of the forward, as layer·visit."]
     if partner is not None and name in partner.measures:
-        notes.append(f"The Baseline {partner.name} is on the Compare page.")
+        notes.append(f"The Baseline, {partner.name}, is on the Compare page.")
     return lines_panel(
         view,
         "profile",

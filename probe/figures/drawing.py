@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.colors import get_colorscale
 from plotly.subplots import make_subplots
 
 from visitlens.probe.figures.theme import DIVERGING, SEQUENTIAL, Style, Theme, escape
@@ -183,14 +185,25 @@ def heat_trace(
     return trace
 
 
+@cache
+def named_scale(name: str) -> list[list[Any]]:
+    """A colour scale of Plotly's Python side, written out: its JavaScript has others of the same names."""
+    return get_colorscale(name)
+
+
 def sequential(top: float, title: str) -> dict[str, Any]:
     """A colour axis from 0."""
-    return {"colorscale": SEQUENTIAL, "cmin": 0, "cmax": top or 1.0, "colorbar": _colour_bar(title)}
+    return {"colorscale": named_scale(SEQUENTIAL), "cmin": 0, "cmax": top or 1.0, "colorbar": _colour_bar(title)}
 
 
 def diverging(reach: float, title: str) -> dict[str, Any]:
     """A colour axis symmetric about 0: both bounds are set, because a middle alone is ignored once they are."""
-    return {"colorscale": DIVERGING, "cmin": -(reach or 1.0), "cmax": reach or 1.0, "colorbar": _colour_bar(title)}
+    return {
+        "colorscale": named_scale(DIVERGING),
+        "cmin": -(reach or 1.0),
+        "cmax": reach or 1.0,
+        "colorbar": _colour_bar(title),
+    }
 
 
 def largest(*grids: Sequence[Sequence[float | None]]) -> float:

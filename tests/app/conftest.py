@@ -193,6 +193,29 @@ class Visitor:
         self.page.mouse.click(x, y)
         self.settled()
 
+    def click_point(self, key: str, trace: int, at: int) -> None:
+        """A point of a panel's line, where the page's own cursor marks it."""
+        chart = self.charted(key)
+        chart.scroll_into_view_if_needed()
+        x, y = chart.evaluate(
+            """(chart, [t, i]) => {
+                const plot = chart.querySelector('.js-plotly-plot'), point = plot.calcdata[t][i];
+                const { xaxis, yaxis } = plot._fullLayout, box = plot.getBoundingClientRect();
+                return [box.left + xaxis._offset + xaxis.c2p(point.x), box.top + yaxis._offset + yaxis.c2p(point.y)];
+            }""",
+            [trace, at],
+        )
+        for step in range(50):
+            self.page.mouse.move(x - 3 * (step % 2), y)
+            self.page.wait_for_timeout(50)
+            boxes = [box for cursor in chart.locator(".cell-cursor").all() if (box := cursor.bounding_box())]
+            if any(abs(b["x"] + b["width"] / 2 - x) < 2 and abs(b["y"] + b["height"] / 2 - y) < 2 for b in boxes):
+                break
+        else:
+            pytest.fail(f"no cursor at point {at} of {key}")
+        self.page.mouse.click(x, y)
+        self.settled()
+
     @property
     def query(self) -> dict[str, str]:
         _, _, query = self.page.url.partition("?")
@@ -206,17 +229,25 @@ class Visitor:
         return self.page.inner_text("#announce")
 
     def grave_violations(self) -> list[str]:
-        """What axe finds critical or serious. Plotly's own drawings, which are hidden from assistive technology and have a
-        table each, are left out: thousands of nodes, half a minute a page."""
-        found = (
-            Axe()
-            .run(self.page, context={"exclude": [[".plot-container"]]}, options={"resultTypes": ["violations"]})
-            .response["violations"]
-        )
+        """What axe finds critical or serious, in both themes: all rules in the one that is shown, contrast in the other,
+        which differs in colours alone. Plotly's own drawings, which are hidden from assistive technology and have a table
+        each, are left out: thousands of nodes, half a minute a page."""
+        found = self._axe({"resultTypes": ["violations"]})
+        shown = self.page.evaluate("document.documentElement.dataset.theme")
+        paint = "(theme) => { for (const e of document.querySelectorAll('[data-theme]')) e.dataset.theme = theme;"
+        paint += " for (const e of document.querySelectorAll('[data-ag-theme-mode]')) e.dataset.agThemeMode = theme; }"
+        self.page.evaluate(paint, "light" if shown == "dark" else "dark")
+        found += self._axe({"resultTypes": ["violations"], "runOnly": ["color-contrast"]})
+        self.page.evaluate(paint, shown)
+        return found
+
+    def _axe(self, options: dict[str, Any]) -> list[str]:
+        context = {"exclude": [[".plot-container"]]}
+        theme = self.page.evaluate("document.documentElement.dataset.theme")
         return [
-            f"{violation['id']} ({violation['impact']}): {[node['html'][:160] for node in violation['nodes'][:3]]}"
-            for violation in found
-            if violation["impact"] in ("critical", "serious")
+            f"{v['id']} ({v['impact']}, {theme}): {[node['html'][:160] for node in v['nodes'][:3]]}"
+            for v in Axe().run(self.page, context=context, options=options).response["violations"]
+            if v["impact"] in ("critical", "serious")
         ]
 
 

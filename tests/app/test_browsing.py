@@ -33,6 +33,33 @@ def test_overview_to_layer_to_head_to_token_by_clicking(visit) -> None:
     assert visit.path == "heads" and "token" not in visit.query
 
 
+def test_grid_cell_to_layer_to_head_to_token_and_back(meet, serve, folder: Path, tmp_path: Path) -> None:
+    cells = (GridCell("small", "85", folder / "maps.vlens"), GridCell("large", "85", folder / "three.vlens"))
+    Grid("test", ("small", "large"), ("0", "85"), cells).write(tmp_path)
+    person = meet(serve(tmp_path))
+    person.open("")
+    person.click_cell("grid", 0, 1, 0)  # S = 85%, small
+    assert (person.path, person.query) == ("layers", {"run": "maps"})
+    person.click_point("by-layer", 0, 1)  # visit 1 of the second looped layer
+    assert (person.path, person.query) == ("heads", {"run": "maps", "layer": "2"})
+    person.click_cell("map", 1, 1, 3)
+    assert (person.path, person.query) == ("attention", {"run": "maps", "layer": "2", "head": "3"})
+    person.click_cell("map", 2, 9, 4)  # of the difference: query 9
+    assert person.query["token"] == "9"
+    assert "Keys gained and lost by token 9, layer 2, head 3" in person.page.inner_text("main")
+    person.page.click(".breadcrumb >> text=token 9")
+    person.settled()
+    text = person.page.inner_text("main")
+    assert person.path == "tokens" and "Experts of token 9" in text and "Keys gained and lost by token 9" in text
+    crumbs = person.page.locator(".breadcrumb li").all_inner_texts()
+    assert crumbs == ["Overview", "maps", "layer 2", "head 3", "token 9"]
+    for path in ("attention", "attention", "heads", "layers", ""):
+        person.page.go_back()
+        person.settled()
+        assert person.path == path
+    assert not person.errors and not person.outside
+
+
 def test_the_url_is_the_whole_state_on_reload_back_and_in_a_fresh_browser(visit, meet, site) -> None:
     visit.open("layers?run=three")
     visit.choose("metric", "update_rms")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import subprocess
 import sys
+import threading
 import urllib.request
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,7 +19,7 @@ import visitlens as vl
 from visitlens.app.demo import cache_folder
 
 
-@pytest.mark.parametrize("format_", ["png", "svg", "csv", "json"])
+@pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])
 def test_each_format_is_saved_from_the_menu_and_opens(visit, tmp_path: Path, format_: str) -> None:
     visit.open("heads?run=looped&layer=1&head=2")
     visit.charted("map")
@@ -31,18 +35,42 @@ def test_each_format_is_saved_from_the_menu_and_opens(visit, tmp_path: Path, for
     elif format_ == "svg":
         assert data.lstrip().startswith(b"<svg") and b"Attention on the segment start" in data
         assert visit.site.context.registry["looped"].run.provenance["recording"][:8].encode() in data
+    elif format_ == "pdf":
+        assert data.startswith(b"%PDF") and b"%%EOF" in data[-64:] and len(data) > 5000
     elif format_ == "csv":
         assert data.startswith(b"# panel: Attention on the segment start") and b"visit 1,1,0," in data
     else:
         assert json.loads(data)["selection"]["head"] == "2"
 
 
-def test_pdf_and_png_of_the_server(site) -> None:
-    for format_, start in (("pdf", b"%PDF"), ("png", b"\x89PNG")):
-        url = f"{site.url}export/layers/by-layer.{format_}?run=looped&theme=dark"
-        with urllib.request.urlopen(url, timeout=300) as answer:
-            assert answer.read().startswith(start)
-            assert f"by-layer-looped.{format_}" in answer.headers["Content-Disposition"]
+def test_a_png_of_the_server(site) -> None:
+    url = f"{site.url}export/layers/by-layer.png?run=looped&theme=dark"
+    with urllib.request.urlopen(url, timeout=300) as answer:
+        assert answer.read().startswith(b"\x89PNG")
+        assert "by-layer-looped.png" in answer.headers["Content-Disposition"]
+
+
+def test_tables_are_saved_as_they_are_shown(visit, tmp_path: Path) -> None:
+    def saved(label: str) -> list[list[str]]:
+        with visit.page.expect_download() as waiting:
+            visit.page.get_by_role("button", name=f"Save {label} as CSV").click()
+        waiting.value.save_as(tmp_path / "table.csv")
+        assert waiting.value.suggested_filename.endswith(".csv")
+        lines = (tmp_path / "table.csv").read_text("utf-8-sig").splitlines()
+        return list(csv.reader(line for line in lines if not line.startswith("#")))
+
+    visit.open("layers?run=looped")
+    rows = saved("All measures, mean over looped layers")
+    run = visit.site.context.registry["looped"].run
+    earlier = run.both_visits("sink_mass")[0].values.mean()
+    row = next(row for row in rows if row[0] == "Attention on the segment start")
+    assert rows[0][:4] == ["measure", "visit 1", "visit 2", "difference"] and float(row[1]) == pytest.approx(
+        earlier, abs=1e-3
+    )
+    visit.open("heads?run=looped")
+    visit.page.locator("#heads-table [row-index='0']").first.wait_for()
+    rows = saved("All heads")
+    assert rows[0][:2] == ["layer", "head"] and len(rows) == 1 + 2 * 4
 
 
 def test_python_is_copied_and_a_snapshot_opens_without_the_server(visit, meet, site, tmp_path: Path) -> None:
@@ -104,8 +132,32 @@ def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
     finally:
         shown.stop()
     behind = vl.dashboard(looped_recording.recording.path, proxy="/user/me/proxy/{port}/")
-    assert re.fullmatch(r"/user/me/proxy/\d+/", behind.url)
+    found = re.fullmatch(r"/user/me/proxy/(\d+)/", behind.url)
+    assert found
+    for path in (behind.url, "/"):  # whether or not the proxy takes the prefix away
+        with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}health", timeout=60) as answer:
+            assert answer.status == 200
     behind.stop()
+
+
+def test_the_frame_of_a_notebook_works_in_the_browser(looped_recording, browser, tmp_path: Path) -> None:
+    """The page around it comes from another port of this machine, as a notebook's does."""
+    shown = looped_recording.dashboard()
+    (tmp_path / "index.html").write_text(f"<!DOCTYPE html><title>notebook</title>{shown._repr_html_()}")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as notebook:
+        threading.Thread(target=notebook.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        try:
+            page.goto(f"http://localhost:{notebook.server_port}/index.html")
+            inside = page.frame_locator("iframe[title=visitlens]")
+            inside.locator(".number-card").first.wait_for(timeout=60_000)
+            inside.locator("nav[aria-label=Pages] >> text=Layers").click()
+            inside.locator("#panel-by-layer .graph[data-drawn]").wait_for(state="attached", timeout=60_000)
+        finally:
+            page.close()
+            notebook.shutdown()
+            shown.stop()
 
 
 def test_the_demo_keeps_its_recordings_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,8 +167,10 @@ def test_the_demo_keeps_its_recordings_in_the_cache_folder(monkeypatch: pytest.M
 
     monkeypatch.setattr(demo, "TOKENS", 64)
     monkeypatch.setattr(demo, "MAP_TOKENS", 64)
+    monkeypatch.setattr(demo, "PROMPTS", 1)
     said: list[str] = []
     paths = demo.demo_recordings(said.append)
     assert [vl.open(path).recording.complete for path in paths] == [True] * 3
-    assert vl.open(paths[2]).recording.level == "maps" and len(said) == 4
-    assert demo.demo_recordings(said.append) == paths and len(said) == 4  # made once
+    assert vl.open(paths[2]).recording.level == "maps" and len(said) == 5
+    assert "dyck-zero" in vl.open(paths[0]).ablations()
+    assert demo.demo_recordings(said.append) == paths and len(said) == 5  # made once

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from visitlens.app import export, layout
-from visitlens.app.attention import changed_keys, context_starts, pool, pooled_difference
+from visitlens.app.attention import changed_keys, context_starts
 from visitlens.app.commands.app import clean_prefix
 from visitlens.app.context import Context, view_of
 from visitlens.app.pages import find_page, pages
 from visitlens.app.pages.attention import parse_zoom
 from visitlens.app.panels import Panel
+from visitlens.app.pooling import pool, pooled_difference
 from visitlens.app.registry import Registry
 from visitlens.app.state import Selection, fit, parse
 from visitlens.kernels.errors import InputError

@@ -197,8 +197,7 @@ def test_by_keyboard_alone(person: Any, live: LiveService) -> None:
     assert (person.query["layer"], person.query["head"]) == ("2", "1")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious(meet: Any, live_site: Any, live: LiveService, theme: str) -> None:
+def test_axe_finds_nothing_serious_light_and_dark(meet: Any, live_site: Any, live: LiveService) -> None:
     job = ran(live)
     run = live.find(job, page.LiveRun)
     others = {
@@ -206,13 +205,13 @@ def test_axe_finds_nothing_serious(meet: Any, live_site: Any, live: LiveService,
         "scan": live.scan("test", run, 3, None, "zero"),
     }
     assert {live.jobs.wait(id_, LONG).status for id_ in others.values()} == {"done"}
-    visitor = meet(live_site, theme)
+    visitor = meet(live_site)
     for path in ("live", f"live?job={job}&at=3&silence={others['silence']}&scan={others['scan']}", "ablation"):
         visitor.open(path)
         if "job" in path:
             visitor.charted("scan")
             visitor.charted("lens")
-        assert not (grave := visitor.grave_violations()), (path, theme, grave)
+        assert not (grave := visitor.grave_violations()), (path, grave)
 
 
 def test_without_a_model_the_page_says_how(visit: Any) -> None:
