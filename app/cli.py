@@ -6,6 +6,7 @@ Thin: every command calls one function. Commands import what is heavy when they 
 from __future__ import annotations
 
 import pkgutil
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated
@@ -38,6 +39,9 @@ for _module in pkgutil.iter_modules(commands.__path__):
 
 def main() -> None:
     """Runs the command line; every error on purpose is one line and a non-zero exit."""
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # cleans up; a recording ends its context first
     try:
         app(standalone_mode=True)
     except VisitlensError as error:

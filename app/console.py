@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from visitlens.kernels.errors import InputError
 
@@ -56,20 +64,28 @@ def progress_bar() -> Progress:
 
 
 @contextmanager
-def progress_once_begun(what: str) -> Iterator[Callable[[int, int], None]]:
-    """`show(done, total)` draws a bar; nothing is drawn before its first call, so that an early error stands alone."""
-    progress, tasks = progress_bar(), []
+def progress_shown() -> Iterator[Callable[[str, int, int], None]]:
+    """`show(name, done, total)`: a bar each on a terminal, elsewhere a line at each quarter. Nothing before its first call, so
+    that an early error stands alone."""
+    progress, tasks, told = progress_bar(), dict[str, TaskID](), dict[str, int]()
 
-    def show(done: int, total: int) -> None:
-        if not tasks:
+    def draw(name: str, done: int, total: int) -> None:
+        if name not in tasks:
             progress.start()
-            tasks.append(progress.add_task(what))
-        progress.update(tasks[0], completed=done, total=total)
+            tasks[name] = progress.add_task(name)
+        progress.update(tasks[name], completed=done, total=total)
+
+    def tell(name: str, done: int, total: int) -> None:
+        quarter = 4 * done // max(total, 1)
+        if told.get(name) != quarter:
+            told[name] = quarter
+            console.print(f"{plain(name)}: {done:,} of {total:,}")
 
     try:
-        yield show
+        yield draw if console.is_terminal else tell
     finally:
-        progress.stop()
+        if tasks:
+            progress.stop()
 
 
 @contextmanager

@@ -145,7 +145,7 @@ class Recording:
     @cached_property
     def damaged(self) -> tuple[str, ...]:
         """Shards that are missing or not of the size that the manifest says; by `stat` alone (`visitlens validate` reads)."""
-        folder, found = real_folder(self.path / schema.SHARDS), []
+        folder, found = real_folder(self.path / schema.SHARDS), list[str]()
         for shard in self.shards:
             file = folder / shard["name"]
             size = file.stat().st_size if file.is_file() else None

@@ -10,11 +10,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -175,20 +177,39 @@ def _run(jobs: list[Job], workers: int, on_progress: Progress, finished: Finishe
     """Returns the jobs that got no answer because a worker died."""
     context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
     lost: list[Job] = []
-    with context.Manager() as manager, ProcessPoolExecutor(workers, mp_context=context) as pool:
+    manager, parent = SyncManager(ctx=context), (os.getpid(),)
+    manager.start(_end_with, parent)
+    with manager, ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with, initargs=parent) as pool:
         progress = manager.Queue()
         waiting: dict[Future[tuple[float, str, str]], Job] = {pool.submit(_work, job, progress): job for job in jobs}
-        while waiting:
-            done, _ = wait(waiting, timeout=0.1, return_when="FIRST_COMPLETED")
+        try:
+            while waiting:
+                done, _ = wait(waiting, timeout=0.1, return_when="FIRST_COMPLETED")
+                _drain(progress, on_progress)
+                for future in done:
+                    job = waiting.pop(future)
+                    try:
+                        finished(job, *future.result())
+                    except BrokenProcessPool:
+                        lost.append(job)
             _drain(progress, on_progress)
-            for future in done:
-                job = waiting.pop(future)
-                try:
-                    finished(job, *future.result())
-                except BrokenProcessPool:
-                    lost.append(job)
-        _drain(progress, on_progress)
+        except BaseException:  # stopped: each commits the context at hand, and no other job is begun
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
     return lost
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process with the one that started it, however that one ends."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, str]:

@@ -29,6 +29,7 @@ from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
+from visitlens.hooks.shard_writer import ShardWriter
 from visitlens.hooks.shards import readable_bytes
 from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
@@ -222,10 +223,10 @@ class PreparedRun:
             self.planned, self.contexts, self.statistics, self.request.options, self.provenance
         )
 
-    def shard_writer(self) -> recorder.ShardWriter:
+    def shard_writer(self) -> ShardWriter:
         """What computes and commits shards in this process."""
         request = self.request
-        return recorder.ShardWriter(
+        return ShardWriter(
             self.model, self.contexts, request.out, self.statistics, request.options, request.attention, request.url
         )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from visitlens.app.console import comma_separated, loading, progress_bar
+from visitlens.app.console import comma_separated, loading, progress_shown
 from visitlens.kernels.errors import InputError
 
 
@@ -80,9 +81,8 @@ def ablate(
         model_options=model_options(steps, trust_remote_code),
         replace=again,
     )
-    with progress_bar() as progress:
-        task = progress.add_task("ablating", total=None)
-        files = ablate_recording(request, lambda done, total: progress.update(task, completed=done, total=total))
+    with progress_shown() as show:
+        files = ablate_recording(request, partial(show, "ablating"))
     for file in files:
         typer.echo(file)
     typer.echo(open_recording(recording).ablations()[request.name].note())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from visitlens.app.console import comma_separated, loading, progress_bar, warnings_once
+from visitlens.app.console import comma_separated, loading, progress_shown, warnings_once
 from visitlens.kernels.errors import InputError
 
 
@@ -62,15 +63,8 @@ def experiment(
             from visitlens.probe.bundled import SAMPLE
 
             sample = loaded.sample(text or SAMPLE, max_tokens)
-    with progress_bar() as progress, warnings_once():
-        task = progress.add_task(name, total=None)
-        results = experiments.experiment(
-            name,
-            loaded.native,
-            sample,
-            **chosen,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    with progress_shown() as show, warnings_once():
+        results = experiments.experiment(name, loaded.native, sample, **chosen, on_progress=partial(show, name))
     if out is not None:
         out.write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
         typer.echo(out)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from visitlens.app.console import Theme, comma_separated, progress_bar, warnings_once
+from visitlens.app.console import Theme, comma_separated, progress_shown, warnings_once
 from visitlens.kernels.errors import InputError
 
 
@@ -40,15 +41,14 @@ def figures(
     if not recordings:
         raise InputError("name a recording: visitlens figures LOOPED.vlens [BASELINE.vlens] --out FOLDER")
     source = pair_grid(recordings, scales=comma_separated(scales), levels=comma_separated(levels))
-    with progress_bar() as progress, warnings_once():
-        task = progress.add_task("drawing", total=None)
+    with progress_shown() as show, warnings_once():
         written = write_figures(
             source,
             out,
             slugs=comma_separated(only) or None,
             formats=comma_separated(formats),
             theme=theme.value,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            on_progress=partial(show, "drawing"),
         )
     for file in written:
         typer.echo(file)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from visitlens.app.console import comma_separated, console, loading, progress_once_begun, token_bounds
+from visitlens.app.console import comma_separated, console, loading, progress_shown, token_bounds
 
 if TYPE_CHECKING:
     from visitlens.probe.run import RunRequest
@@ -113,8 +114,8 @@ def _record(request: RunRequest) -> None:
         if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
     console.print(str(run))
-    with progress_once_begun("recording") as show:
-        run.record(show)
+    with progress_shown() as show:
+        run.record(partial(show, "recording"))
     typer.echo(request.url or request.out)
 
 

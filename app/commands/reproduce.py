@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import Theme, comma_separated, console, plain, progress_bar, warnings_once
+from visitlens.app.console import Theme, comma_separated, console, plain, progress_shown, warnings_once
 from visitlens.kernels.errors import InputError
 
 
@@ -69,14 +69,7 @@ def reproduce(
         formats=comma_separated(formats),
         workers=workers,
     )
-    with progress_bar() as progress, warnings_once():
-        tasks = {}
-
-        def show(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = progress.add_task(name, total=None)
-            progress.update(tasks[name], completed=done, total=total)
-
+    with progress_shown() as show, warnings_once():
         result = run(request, show)
     if not result.ran and not result.drawn:
         console.print("Nothing to do: all of it is there already.")

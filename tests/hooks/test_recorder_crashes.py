@@ -342,20 +342,21 @@ def test_hdf5_survives_a_disk_that_is_full_at_any_byte(step: int, tmp_path: Path
         assert limit >= size or [p.name for p in tmp_path.iterdir()] == ["whole.h5"]
 
 
-def test_ctrl_c_commits_what_is_complete_and_resuming_makes_it_whole(
-    resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_or_a_scheduler_commits_what_is_complete_and_resuming_makes_it_whole(
+    number: signal.Signals, resume, unbroken: Recording, text: PackedTokens, tmp_path: Path
 ) -> None:
     path, contexts = tmp_path / "r.vlens", []
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.getsignal(number)
 
     def press_at_the_third_context(done: int, total: int) -> None:
         contexts.append(done)
         if len(contexts) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
     with pytest.raises(KeyboardInterrupt):
         resume(path, on_progress=press_at_the_third_context)
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is handler
     partial = Recording(path)
     assert len(contexts) == 3 and not partial.complete and not leftovers(path)
     assert partial.tokens == int((text.segments[:3] >= 0).sum()) == len(partial.token_table()["id"])

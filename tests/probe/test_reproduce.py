@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
+
+import psutil
+import pytest
 
 from visitlens.probe.reproduce import _code_of
 
@@ -18,3 +24,20 @@ def test_every_source_file_counts_also_where_two_have_one_name(tmp_path: Path) -
         file.write_text("x = 2\n")
         seen.add(_code_of(parts))
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_a_run_that_is_stopped(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "visitlens", "reproduce", "--out", str(tmp_path / "out"), "--prompts", "0"]
+    run = subprocess.Popen([*command, "--workers", "2"], stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    line = run.stderr.readline()  # not on a terminal: a line at each quarter
+    assert line.startswith(("looped: ", "baseline: ")), line
+    workers = psutil.Process(run.pid).children(recursive=True)
+    assert len(workers) >= 2
+    run.send_signal(number)
+    rest = run.communicate(timeout=60)[1]
+    _, living = psutil.wait_procs(workers, timeout=30)
+    assert not living
+    if number == signal.SIGTERM:
+        assert run.returncode == 128 + number and "Traceback" not in rest and "leaked" not in rest, rest
