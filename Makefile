@@ -12,7 +12,7 @@ test: .venv/test-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 check: test
 

@@ -36,7 +36,8 @@ def test_a_committed_notebook_was_executed_and_is_small(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_a_clean_kernel_without_a_network(path: Path) -> None:
+def test_a_notebook_runs_from_a_clean_kernel_without_a_network(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for busy cores made one take minutes
     book = nbformat.read(path, 4)
     book.cells.insert(0, nbformat.v4.new_code_cell(OFFLINE))
     NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()

@@ -90,7 +90,7 @@ def test_ablate_refuses_another_models_checkpoint_and_other_mistakes(
 ) -> None:
     refused(run("ablate", recordings["looped"], "-m", checkpoints["baseline"]), "aren't those of", "that was recorded")
     refused(run("ablate", tmp_path / "none", "-m", checkpoints["looped"]), "no recording there")
-    refused(run("ablate", recordings["looped"], "-m", tmp_path / "none"), "model.safetensors")
+    refused(run("ablate", recordings["looped"], "-m", tmp_path / "none"), "no such checkpoint folder")
     assert run("ablate", recordings["looped"], "-m", checkpoints["looped"], "--mode", "half")[0] == 2
 
 

@@ -85,7 +85,8 @@ def test_impossible_requests_are_refused(tmp_path: Path) -> None:
 def test_where_a_recording_comes_from_and_what_to_be_warned_of(tmp_path: Path) -> None:
     prepared = PreparedRun(request(tmp_path / "r", synthetic="random weights"))
     assert repr(prepared).startswith("PreparedRun(2,0") and "level tokens)" in repr(prepared)
-    larger = plan_recording(PAIR["looped"], SAMPLE, tmp_path / "a", level="activations", max_tokens=2000)
+    kept = {"level": "activations", "sites": ("Q",)}
+    larger = plan_recording(PAIR["looped"], SAMPLE, tmp_path / "a", max_tokens=2000, **kept)
     assert f"writes about {readable_bytes(larger.bytes_needed)} and a summary to {tmp_path / 'a'}" in str(larger)
     assert not (tmp_path / "a").exists()
     made = prepared.provenance
