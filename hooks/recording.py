@@ -160,8 +160,9 @@ class Recording:
         """What a reader of its numbers should know, one sentence each."""
         found = list(map(str, self.provenance.get("warnings", ())))
         if self.damaged:
-            more = f" and {len(self.damaged) - 1} more" if len(self.damaged) > 1 else ""
-            found.append(f"damaged: {self.damaged[0]}{more}; `visitlens validate` says more")
+            first, *others = self.damaged
+            more = f" and {len(others)} more" if others else ""
+            found.append(f"damaged: {first}{more}; `visitlens validate` says more")
         if not self.complete:
             found.append(f"unfinished: {self.tokens:,} of {self.run['tokens']:,} tokens are recorded")
         bad = {name: int(t.non_finite.sum()) for name, t in self.totals.items() if t.non_finite.any()}
