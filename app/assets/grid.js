@@ -1,4 +1,4 @@
-// AG Grid: its script comes with the first page that has a table of it, and a table is made when it comes near or the page rests.
+// AG Grid: its script comes with the first page that has a table of it, and a table is made when it comes in sight or the page rests.
 (function () {
   "use strict";
   const vl = (window.visitlens = window.visitlens || {});
@@ -21,11 +21,11 @@
     return loading;
   }
 
-  // Calls once: when the box is less than half a window away, else a second later when nothing else is to do. Gives what cancels it.
+  // Calls once: when the box is in sight or almost, else a second later when nothing else is to do. Gives what cancels it.
   function when(box, call) {
     let idle = 0;
     const once = () => { cancel(); call(); };
-    const observer = new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) once(); }, { rootMargin: "50%" });
+    const observer = new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) once(); }, { rootMargin: "10%" });
     const timer = window.setTimeout(() => { idle = window.requestIdleCallback ? window.requestIdleCallback(once) : window.setTimeout(once); }, 1000);
     function cancel() {
       observer.disconnect();
