@@ -96,7 +96,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class TokenWindow:
-    """Tokens `start` up to `stop` of a recording."""
+    """Tokens `start` up to `stop` of a recording. What was read of them is kept."""
 
     run: RecordedRun
     start: int
@@ -106,6 +106,10 @@ class TokenWindow:
     def table(self) -> dict[str, np.ndarray]:
         """`id`, `segment`, `pos`, each [token]."""
         return self.run.recording.token_table(tokens=(self.start, self.stop))
+
+    @cached_property
+    def _read(self) -> dict[tuple[str, int], np.ndarray]:
+        return {}
 
     def values(self, name: str, pair: VisitPair, head: int | None = None) -> dict[str, np.ndarray]:
         """A stored measure's [token] values at both visits and their difference; or between them. Mean over heads, or one."""
@@ -119,7 +123,9 @@ class TokenWindow:
         return self._at(name, step.index, head)
 
     def _at(self, name: str, index: int, head: int | None) -> np.ndarray:
-        part = self.run.recording.token_stat(name, (self.start, self.stop), index)
+        if (name, index) not in self._read:
+            self._read[name, index] = self.run.recording.token_stat(name, (self.start, self.stop), index)
+        part = self._read[name, index]
         return part if part.ndim == 1 else part[:, head] if head is not None else part.mean(1)
 
     def experts(self, pair: VisitPair) -> list[Experts]:

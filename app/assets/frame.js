@@ -103,6 +103,7 @@
     }
     last = page;
     for (const twin of document.querySelectorAll(".table-twin[open] .twin")) fill(twin);
+    vl.text();
     const current = document.querySelector(".text .token[aria-current]");
     if (current && document.activeElement === document.body) current.focus({ preventScroll: true });
     vl.draw();

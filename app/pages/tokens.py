@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def layout(view: View) -> list[Any]:
     found = segments(view)
     segment = segment_of(view, found)
     window = found.window(segment, view.selection.token)
+    window = view.remember(f"window:{window.start}", lambda: window)
     name = metric(view)
     pairs = view.recorded.plan.visit_pairs(*view.visits)
     pair = next(pair for pair in pairs if pair.layer == looped_layer(view))
@@ -55,7 +57,9 @@ def layout(view: View) -> list[Any]:
     if token is not None and window.start <= token < window.stop:
         at = token - window.start
         if routed(view.recorded):
-            items.append(_experts(view, window.experts(pair)[at], token, texts[at]))
+            items.append(
+                _experts(view, TokenWindow(view.recorded, token, token + 1).experts(pair)[0], token, texts[at])
+            )
         items.append(_values(view, window, at, pair, texts[at]))
         if source(view):
             items.append(key_changes(view, token))
@@ -80,26 +84,22 @@ def _text(
     values: dict[str, np.ndarray],
     texts: Sequence[str],
 ) -> html.Section:
+    """A script makes the tokens' links (text.js): as components, hundreds of them would take most of the page's time."""
     shown = values.get("difference", values.get("between"))
     assert shown is not None
     diverges = "difference" in values
     strengths = _strengths(shown, diverges)
-    tokens, chosen = [], view.selection.token
-    first = chosen if chosen is not None and window.start <= chosen < window.stop else window.start
-    for at, (text, strength) in enumerate(zip(texts, strengths, strict=True)):
-        token = window.start + at
-        current: Any = {"aria-current": "true"} if token == view.selection.token else {}
-        tokens.append(
-            html.A(
-                _visible(text),
-                href=view.href(token=token, segment=segment),
-                className=f"token {'up' if strength >= 0 else 'down'}" + (" line-end" if "\n" in text else ""),
-                style={"--strength": f"{abs(strength):.3f}"},
-                tabIndex=0 if token == first else -1,
-                title=f"token {token}, position {int(window.table['pos'][at])}: {number(float(shown[at]))}",
-                **current,
-            )
-        )
+    chosen = view.selection.token
+    drawn = {
+        "start": window.start,
+        "chosen": chosen,
+        "href": view.href(token=window.start, segment=segment),
+        "texts": [_visible(text) for text in texts],
+        "strengths": strengths.round(3).tolist(),
+        "values": [number(float(value)) for value in shown],
+        "positions": window.table["pos"].tolist(),
+        "lines": [at for at, text in enumerate(texts) if "\n" in text],
+    }
     measure = view.recorded.stat(name).measure
     what = f"{measure.title}: {'later visit minus earlier' if diverges else 'between the visits'}, layer {looped_layer(view)}"
     steps = [
@@ -132,7 +132,7 @@ def _text(
         "Text",
         [
             html.Nav(steps, className="pager", **attrs({"aria-label": "Documents"})),
-            html.Div(tokens, className="text", **attrs({"data-arrows": "true"})),
+            html.Div(className="text", **attrs({"data-tokens": json.dumps(drawn, ensure_ascii=False)})),
             html.Div([html.Div([html.P(n) for n in notes]), legend], className="caption split"),
         ],
         wide=True,
