@@ -87,12 +87,12 @@ class Access:
 
 
 class _Dashboard(Dash):
-    def interpolate_index(self, **parts: str) -> str:
+    def interpolate_index(self, *args: str, **parts: str) -> str:  # Dash names all of them
         """Without AG Grid's script, a third of all: grid.js fetches it for a page that has such a table."""
         scripts = parts["scripts"]
         found = _GRID_JS.search(scripts)
         parts["scripts"] = _GRID_JS.sub("", scripts)
-        return super().interpolate_index(**parts).replace("GRID_JS", found[1] if found else "")
+        return super().interpolate_index(*args, **parts).replace("GRID_JS", found[1] if found else "")
 
 
 def build(context: Context, access: Access | None = None) -> Dash:
