@@ -98,7 +98,7 @@ def long(
 @pytest.fixture(scope="session")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A looped model of transformers with dense feed-forward layers (ALBERT, 2 layers three times each), by `visitlens.record`."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="the extra visitlens[sources] is optional")
     folder = tmp_path_factory.mktemp("dense")
     sizes = {
         "vocab_size": 61,

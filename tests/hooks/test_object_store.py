@@ -31,7 +31,7 @@ class Crash(Exception):
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
     server = pytest.importorskip("moto.server", reason="S3 itself: pip install s3fs 'moto[server]'")
-    pytest.importorskip("s3fs")
+    pytest.importorskip("s3fs", reason="the extra visitlens[cloud] is optional")
     running = server.ThreadedMotoServer(port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()

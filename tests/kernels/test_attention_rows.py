@@ -325,7 +325,7 @@ def test_no_tokens(implementation):
 
 
 def test_implementations_agree():
-    pytest.importorskip("numba")
+    pytest.importorskip("numba", reason="the extra visitlens[fast] is optional")
     visits, segments = random_visits(2, 400, 6, 3, 12), Segments((0, 150, 400))
     one, two = (visit_overlaps(visits, segments, implementation=name) for name in ("torch", "numba"))
     torch.testing.assert_close(one.across[0, 1].mass_overlap, two.across[0, 1].mass_overlap, atol=2e-6, rtol=0)

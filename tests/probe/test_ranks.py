@@ -158,7 +158,7 @@ def test_three_ranks_hold_their_own_experts_and_nothing_of_the_others(
         sizes: list[tuple[int, ...]] = []
 
         def look(*arguments: object) -> LoopedMoE:
-            model = loaded(*arguments)  # pyright: ignore
+            model = loaded(*arguments)  # pyright: ignore  (a name of the script it is pasted into)
             for name, parameter in model.named_parameters():
                 if isinstance(parameter, DTensor):
                     assert name.endswith(("mlp.W_in", "mlp.W_out")) and parameter.shape[0] == 10
@@ -192,9 +192,9 @@ def test_a_lost_rank_ends_all_with_one_error_and_the_run_goes_on_later(
                 calls.append(1)
                 if len(calls) == 4:
                     raise MemoryError("no room for the experts' rows")
-                return forward(*arguments, **options)  # pyright: ignore
+                return forward(*arguments, **options)  # pyright: ignore  (a name of the script it is pasted into)
 
-            LoopedMoE.forward = fail  # pyright: ignore
+            LoopedMoE.forward = fail  # pyright: ignore  (a name of the script it is pasted into)
         return recorded(request(folder, out))
 
     group = Fork(tmp_path, work)

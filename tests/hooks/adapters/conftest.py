@@ -16,7 +16,7 @@ from torch import nn
 import visitlens as vl
 from visitlens.probe.opened import RecordedRun
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="the extra visitlens[sources] is optional")
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,

@@ -222,7 +222,7 @@ def test_a_loop_that_ends_early_leaves_its_last_visits_empty(halting: Any) -> No
     tokens = torch.tensor([[4, 5, 8, 9]])
     with capture(halting, ["resid", "Q"]) as captured:
         halting(tokens)
-    assert [int(captured.held("visited", step).sum()) for step in (1, 2, 3, 4)] == [4, 2, 0, 0]  # type: ignore[union-attr]
+    assert [int(captured.held("visited", step).sum()) for step in (1, 2, 3, 4)] == [4, 2, 0, 0]  # type: ignore[union-attr]  # held: a tensor
     with pytest.raises(InputError, match=r"step 3 \(layer 1, visit 3\) has no tokens: .* halted"):
         captured.at("Q", 3)
     _, totals, _ = totals_of(halting, tokens, torch.zeros_like(tokens))
@@ -233,7 +233,7 @@ def test_a_loop_that_ends_early_leaves_its_last_visits_empty(halting: Any) -> No
     mixed, segments = torch.tensor([[4, 5, 8, 9, 7, 7, 7]]), torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
     _, totals, values = totals_of(halting, mixed, segments)
     assert totals["visit_share"].total[0].tolist() == [7, 7, 5, 3, 3, 7]
-    assert values.visited(4).tolist() == [False] * 4 + [True] * 3  # type: ignore[union-attr]
+    assert values.visited(4).tolist() == [False] * 4 + [True] * 3  # type: ignore[union-attr]  # held: a tensor
     assert not any(t.non_finite.any() for t in totals.values())
 
 
@@ -258,8 +258,8 @@ def test_routed_tokens_are_put_back_in_their_places(recursive: Any) -> None:
     assert torch.equal(plain, recursive(TOKENS))
     there = captured.held("visited", 3)
     assert there is not None and there.sum(1).tolist() == [18, 18]
-    assert captured.held("visited", 5).sum(1).tolist() == [12, 12]  # type: ignore[union-attr]
-    assert bool((captured.held("visited", 5) <= there).all()), "who was left out once stays out"  # type: ignore[operator]
+    assert captured.held("visited", 5).sum(1).tolist() == [12, 12]  # type: ignore[union-attr]  # held: a tensor
+    assert bool((captured.held("visited", 5) <= there).all()), "who was left out once stays out"  # type: ignore[operator]  # held: a tensor
     resid = captured.get("resid", 1, 2)
     assert torch.equal(resid[there].unflatten(0, (2, 18)), given[0]) and bool(resid[~there].isnan().all())
     p = captured.get("P", 1, 2)

@@ -19,7 +19,7 @@ from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="the extra visitlens[sources] is optional")
 TOKENS = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(6))
 SEGMENTS = torch.tensor([[0] * 7 + [1] * 9, [2] * 7 + [3] * 6 + [-1] * 3])
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
@@ -44,7 +44,9 @@ def hrm() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def bridge(hrm: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    boot = pytest.importorskip("transformer_lens.model_bridge.sources.transformers").boot
+    boot = pytest.importorskip(
+        "transformer_lens.model_bridge.sources.transformers", reason="older TransformerLens"
+    ).boot
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -194,7 +196,7 @@ def test_what_is_no_bridge_is_refused(hrm: nn.Module) -> None:
 
 def test_nnsight_gives_the_same_events(hrm: nn.Module) -> None:
     """Its own `.output` is the first visit, and its cache a list without labels."""
-    nnsight = pytest.importorskip("nnsight")
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
     source, own = vl.from_nnsight(nnsight.NNsight(hrm)), adapt(hrm)
     sites = [site for site in SITES if site not in source.config.missing]
     assert set(sites) == {"resid", "X", "O", "attn_write", "moe_in", "moe_write", "resid_out"}
@@ -212,7 +214,7 @@ def test_nnsight_gives_the_same_events(hrm: nn.Module) -> None:
 
 
 def test_nnsight_refuses_what_it_cannot_see_and_a_plan_that_is_not_the_models(hrm: nn.Module) -> None:
-    nnsight = pytest.importorskip("nnsight")
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
     source = vl.from_nnsight(nnsight.NNsight(hrm))
     with (
         pytest.raises(InputError, match="no site 'Q': nnsight's cache keeps inputs and outputs"),
@@ -230,7 +232,7 @@ def test_nnsight_refuses_what_it_cannot_see_and_a_plan_that_is_not_the_models(hr
 
 
 def test_the_remote_path_is_the_local_one_with_one_argument(hrm: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    nnsight = pytest.importorskip("nnsight")
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
     lm = nnsight.NNsight(hrm)
     asked: list[dict[str, Any]] = []
     trace = type(lm).trace

@@ -86,7 +86,7 @@ def test_a_parquet_row_is_a_document(tmp_path: Path) -> None:
 
 def test_a_hugging_face_dataset_is_streamed_or_read_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="the extra visitlens[data] is optional")
     texts = ["one", "two", "three"]
     (tmp_path / "hub").mkdir()
     write_parquet(tmp_path / "hub" / "train-00000-of-00001.parquet", [{"text": t} for t in texts])
