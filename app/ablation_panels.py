@@ -16,7 +16,7 @@ from visitlens.app.live_parts import attribute
 from visitlens.app.panels import Panel, notebook, stat_rows
 from visitlens.probe.analyses import HeadAblation
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, title_block
-from visitlens.probe.figures.series import INTERVAL
+from visitlens.probe.figures.series import INTERVAL, aligned
 from visitlens.probe.figures.theme import DIVERGING, Style, Theme, escape
 from visitlens.probe.live_figures import spread
 from visitlens.probe.measure import json_numbers
@@ -87,7 +87,11 @@ def finding_card(view: View, stored: Mapping[str, HeadAblation], ablation: HeadA
 def _counts(ablation: HeadAblation) -> str:
     targets = ablation.about.get("targets")
     of_targets = f", {targets:,} targets" if isinstance(targets, int) else ""
-    return f"n = {ablation.effect.documents:,} documents or prompts{of_targets}."
+    return f"n = {ablation.effect.documents:,} {ablation.units}{of_targets}."
+
+
+def _interval_of(ablation: HeadAblation) -> str:
+    return INTERVAL.replace("documents", ablation.units)
 
 
 def maps_panel(view: View, ablation: HeadAblation) -> Panel:
@@ -100,7 +104,7 @@ def maps_panel(view: View, ablation: HeadAblation) -> Panel:
         draw=lambda theme: effect_maps(ablation, theme),
         caption=[
             f"Mode {ablation.mode}; red: the metric rises without the head. All maps share one scale, symmetric about zero; colours follow the square root. Unit: {effect.measure.unit}. A cell opens its head.",
-            f"{_counts(ablation)} Intervals, {INTERVAL}, are in the table.",
+            f"{_counts(ablation)} Intervals, {_interval_of(ablation)}, are in the table.",
             f"Definition: {effect.measure.definition} ({effect.measure.paper})",
         ],
         data=effect.to_dict,
@@ -190,7 +194,7 @@ def ranked_panel(view: View, ablation: HeadAblation, when: str) -> Panel:
         else f"The {len(shown)} heads whose ablation raises {ablation.metric} most",
         draw=lambda theme: ranked_bars(ablation, shown, theme),
         caption=[
-            f"{_counts(ablation)} Bars: {INTERVAL}. Unit: {ablation.effect.measure.unit}. The table has all {len(found)} heads."
+            f"{_counts(ablation)} Bars: {_interval_of(ablation)}. Unit: {ablation.effect.measure.unit}. The table has all {len(found)} heads."
         ],
         data=lambda: {"when": when, "heads": rows},
         rows=lambda: rows,
@@ -272,9 +276,10 @@ def ranked_card(view: View, ablation: HeadAblation, when: str) -> html.Section:
 
 
 def _interval(value: float, low: float, high: float) -> html.Span:
-    known = low == low
-    bounds = html.Small(f" [{number(low)}, {number(high)}]") if known else None
-    return html.Span([number(value), bounds])
+    if low != low:
+        return html.Span(number(value))
+    text, *bounds = aligned(value, low, high)
+    return html.Span([text, html.Small(f" [{', '.join(bounds)}]")])
 
 
 def _p(p: float) -> str:
@@ -302,6 +307,6 @@ def _figure(
     left: int = 72,
 ) -> go.Figure:
     about = ablation.effect
-    below = escape(f"{ablation.mode} ablation; {about.documents:,} documents, {about.tokens:,} tokens")
+    below = escape(f"{ablation.mode} ablation; {about.documents:,} {ablation.units}, {about.tokens:,} tokens")
     around = {"template": theme.template(), "width": width, "height": height, "title": title_block(theme, title, below)}
     return go.Figure({"data": traces, "layout": layout | around | {"margin": {"t": 116, "l": left, "r": 28, "b": 54}}})

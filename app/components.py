@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from dash import dcc, html
 from plotly.io.json import to_json_plotly
 
 from visitlens.app.context import View
 from visitlens.app.panels import Panel
 from visitlens.probe.figures.page import CONFIG
-from visitlens.probe.figures.series import digits
+from visitlens.probe.figures.series import aligned, digits
+from visitlens.probe.measure import StatArray
 
 GRAPH_CONFIG: Any = {**CONFIG, "displayModeBar": False}
 """Without Plotly's buttons, among them the one that uploads the chart: a panel has its own."""
@@ -210,6 +212,15 @@ def number(value: float | None) -> str:
     if value is None or value != value:
         return "–"
     return f"{value:.4f}".replace("-", "−") if 0.00005 <= abs(value) < 0.001 else digits(value)
+
+
+def with_bounds(stat: StatArray) -> dict[str, str | None]:
+    """Cells `difference` and `interval` of a scalar, with the same decimals."""
+    value, (low, high) = float(stat.values), stat.interval()
+    if not np.isfinite([value, low, high]).all():
+        return {"difference": number(value), "interval": None}
+    text, *bounds = aligned(value, float(low), float(high))
+    return {"difference": text, "interval": " to ".join(bounds)}
 
 
 def _cell(value: Any) -> Any:

@@ -20,7 +20,11 @@ _TICK_MS = 300
 def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
     """Where a prompt is typed, started and stopped; and what becomes of it."""
     presets = [
-        button(f"dyck-{i}", str(preset.shots), f"Run the Dyck prompt with {preset.shots} shots")
+        button(
+            f"dyck-{i}",
+            str(preset.shots),
+            f"Run the Dyck prompt with {preset.shots} shot{'' if preset.shots == 1 else 's'}",
+        )
         for i, preset in enumerate(live.presets)
     ]
     name = live.checkpoint.resolve().name

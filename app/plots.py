@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.hooks.loop_plan import Step
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, line_trace, sequential
 from visitlens.probe.figures.generic import label_text
 from visitlens.probe.figures.series import series
@@ -20,6 +21,7 @@ from visitlens.probe.measure import StatArray, json_numbers
 Plot = dict[str, Any]
 """`data` and `layout` as Plotly.js takes them. Built without Plotly's Python objects, whose checks take 20 ms a figure."""
 _HEIGHT = 300
+_LONG_LABEL = 16
 _TICKS = 9  # below each of three maps side by side
 _DOMAINS = ((0.0, 0.285), (0.31, 0.595), (0.685, 0.97))
 """Of the maps of two visits and their difference, each pair with room for its colour bar."""
@@ -27,7 +29,8 @@ _DOMAINS = ((0.0, 0.285), (0.31, 0.595), (0.685, 0.97))
 
 @dataclass(frozen=True)
 class Line:
-    """One series over an axis; `look` is a visit's number, "baseline", "control", "chance" or "plain"."""
+    """One series over an axis. `look` is a visit's number, "baseline", "control", "chance", "plain" (of both visits at once),
+    "steps" (each step marked as its visit), or "part 1", "part 2" ... of what is no visit."""
 
     label: str
     stat: StatArray
@@ -60,7 +63,8 @@ def lines(
         names = names if len(names) >= len(labels) else labels
         entry = {**series(item.stat, "", "observed", item.label), "axes": {axis: labels}}
         traces.append(line_trace(entry, _style(theme, item.look), width=1.6))
-    lowest = min((float(np.nanmin(item.stat.values, initial=np.inf)) for item in drawn), default=0.0)
+        if item.look == "steps":
+            traces += _mark_steps(theme, traces[-1], item.stat.labels[axis])
     if levels and drawn:  # a shape doesn't stretch the axis
         unseen = {"mode": "markers", "marker": {"opacity": 0}, "showlegend": False, "hoverinfo": "skip"}
         values = [level.value for level in levels]
@@ -72,26 +76,62 @@ def lines(
         "x1": 1,
         "line": {"color": theme.chance, "dash": "dash", "width": 1.4},
     }
-    right = {"xref": "x domain", "x": 1, "xanchor": "right", "showarrow": False}
+    beside = [_beside(escape(level.label)) for level in levels]
+    widest = max((len(part) for label in beside for part in label.split("<br>")), default=0)
     layout = {
         "xaxis": {"type": "category", "tickvals": every(names, 20), "title": {"text": x_title or LAYER_AXIS}},
         "yaxis": {"title": {"text": escape(unit)}},
         "shapes": [{**dashed, "y0": level.value, "y1": level.value} for level in levels],
         "annotations": [
             {
-                **right,
-                "text": escape(level.label),
-                "font": {"size": 11, "color": theme.chance},
+                "xref": "x domain",
+                "x": 1,
+                "xanchor": "left",
+                "xshift": 4,
                 "y": level.value,
-                "yanchor": "top" if level.value <= lowest else "bottom",
+                "yanchor": "middle",
+                "align": "left",
+                "showarrow": False,
+                "text": label,
+                "font": {"size": 11, "color": theme.chance},
             }
-            for level in levels
+            for level, label in zip(levels, beside, strict=True)
         ],
-        "margin": {"t": 34, "l": 60, "r": 16, "b": 46},
+        "margin": {"t": 34, "l": 60, "r": 16 + 6 * widest, "b": 46},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "xanchor": "left"},
-        "showlegend": len(drawn) > 1,
+        "showlegend": len(drawn) > 1 or any(item.look == "steps" for item in drawn),
     }
     return plot(theme, traces, layout, height)
+
+
+def _mark_steps(theme: Theme, trace: dict[str, Any], steps: Sequence[Step]) -> list[dict[str, Any]]:
+    """Gives each point of a line over steps the look of its visit; returns what names the looks in the legend."""
+    repeated = {step.layer for step in steps if step.visit > 1}
+    once = Style(theme.ink, "triangle-down-open", "solid")
+    looks = {step: theme.visit(step.visit) if step.layer in repeated else once for step in steps}
+    trace["line"] |= {"color": theme.muted, "dash": "solid"}
+    trace["marker"] |= {
+        "symbol": [looks[step].symbol for step in steps],
+        "color": [looks[step].colour for step in steps],
+        "line": {"width": [2 if "open" in looks[step].symbol else 0 for step in steps]},
+    }
+    trace["showlegend"] = False
+    if "error_y" in trace:
+        trace["error_y"] |= {"color": theme.muted}
+    names = {f"visit {step.visit}" if step.layer in repeated else "layers run once": looks[step] for step in steps}
+    nothing = {"type": "scatter", "x": trace["x"][:1], "y": [None], "mode": "markers", "hoverinfo": "skip"}
+    return [
+        {**nothing, "name": name, "marker": {"symbol": look.symbol, "color": look.colour, "size": 9}}
+        for name, look in sorted(names.items(), key=lambda item: (not item[0].startswith("visit"), item[0]))
+    ]
+
+
+def _beside(label: str) -> str:
+    """A label for the margin: a long one in two lines."""
+    middle = min(
+        (at for at, sign in enumerate(label) if sign == " "), key=lambda at: abs(at - len(label) / 2), default=0
+    )
+    return label if len(label) <= _LONG_LABEL or not middle else f"{label[:middle]}<br>{label[middle + 1 :]}"
 
 
 def visit_maps(
@@ -222,11 +262,14 @@ def _cells(labels: Sequence[str], most: int) -> dict[str, Any]:
 def _style(theme: Theme, look: int | str) -> Style:
     if isinstance(look, int):
         return theme.visit(look)
+    if look.startswith("part "):
+        return theme.part(int(look.removeprefix("part ")))
     return {
         "baseline": theme.baseline,
         "control": Style(theme.muted, "triangle-down-open", "dash"),
         "chance": Style(theme.chance, "triangle-up-open", "dot"),
         "plain": Style(theme.same_head, "circle", "solid"),
+        "steps": Style(theme.muted, "circle", "solid"),
     }[look]
 
 

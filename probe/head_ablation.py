@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.probe.figures.series import digits, series, with_interval
 from visitlens.probe.grouped import Grouped, about_stat, check_integers, checked_about, checked_text, header
 from visitlens.probe.measure import StatArray, json_numbers
 
@@ -66,6 +67,11 @@ class HeadAblation:
         score[(chosen.values == 0) & (spread == 0)] = 0.0  # a head that does nothing at all
         return np.vectorize(lambda z: math.erfc(z / math.sqrt(2)), otypes=[float])(score)
 
+    @property
+    def units(self) -> str:
+        """What the bootstrap draws: prompts or documents."""
+        return "prompts" if "dyck" in self.about.get("settings", {}) else "documents"
+
     def p_holm(self, visits: str | None = None) -> np.ndarray:
         """[layer, head] p values, corrected by Holm's method for all these heads."""
         return holm(self.p_values(visits))
@@ -88,20 +94,15 @@ class HeadAblation:
         """The finding in one or two sentences."""
         top = self.top()
         heads = self.effect.values[0].size
-        low, high = top.effect.interval()
         text = (
-            f"Ablating layer {top.layer}, head {top.head} at every visit raises {self.metric} most: by {top.effect.values:.4g} "
-            f"[{low:.4g}, {high:.4g}] {self.effect.measure.unit} over {self.intact.values:.4g}"
+            f"Ablating layer {top.layer}, head {top.head} at every visit raises {self.metric} most: by "
+            f"{_with_interval(top.effect)} {self.effect.measure.unit} over {digits(self.intact.values)}"
         )
         if not math.isnan(top.p_holm):
             p = "p < 0.001" if top.p_holm < 0.001 else f"p = {top.p_holm:.3f}"
             text += f" ({p} by Holm's correction for {heads} heads)"
         if top.lead is not None and top.runner_up is not None:
-            low, high = top.lead.interval()
-            text += (
-                f"; that is {top.lead.values:.4g} [{low:.4g}, {high:.4g}] more than the next, "
-                f"layer {top.runner_up[0]}, head {top.runner_up[1]}"
-            )
+            text += f"; that is {_with_interval(top.lead)} more than the next, layer {top.runner_up[0]}, head {top.runner_up[1]}"
         return text + "."
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +126,10 @@ class HeadAblation:
         check_integers(effect.labels["layer"], effect.labels["head"])
         name, metric, mode = (checked_text(data[key]) for key in ("name", "metric", "mode"))
         return cls(name, metric, mode, intact, effect, checked_about(data["about"]))
+
+
+def _with_interval(stat: StatArray) -> str:
+    return with_interval(series(stat, "", "observed", ""))
 
 
 def holm(p: np.ndarray) -> np.ndarray:

@@ -163,7 +163,7 @@ def norm_lines(run: LiveRun, position: int, theme: Theme) -> go.Figure:
     """What each step writes at one token: attention, MoE and both together, in RMS; dotted lines where the loop turns."""
     at, labels = run.at(position), step_labels(run.plan.steps)
     written = {"attention write": run.attn_write_rms, "MoE write": run.moe_write_rms, "update": run.update_rms}
-    looks = (theme.visit(1), theme.visit(2), Style(theme.muted, "circle", "dot"))
+    looks = (theme.part(1), theme.part(2), Style(theme.muted, "square", "dot"))
     traces = [
         {
             "type": "scatter",

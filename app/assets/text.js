@@ -4,6 +4,13 @@
   const vl = (window.visitlens = window.visitlens || {});
   const drawn = new WeakMap(); // a text's box -> the list that is drawn in it
 
+  // Before the browser paints what React has put there: what stands below a text must not jump when it is filled.
+  new MutationObserver(() => {
+    for (const box of document.getElementsByClassName("text")) {
+      if (box.dataset.tokens && drawn.get(box) !== box.dataset.tokens) { vl.text(); return; }
+    }
+  }).observe(document.documentElement, { childList: true, subtree: true });
+
   vl.text = function () {
     for (const link of document.querySelectorAll("main a[data-at]")) if (!link.closest("[data-tokens]")) link.remove();
     for (const box of document.querySelectorAll("main [data-tokens]")) {

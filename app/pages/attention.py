@@ -37,16 +37,19 @@ def layout(view: View) -> list[Any]:
         panels.append(
             _note(
                 f"{view.recorded.name} is of level {level}. Maps of single contexts need either Q and K, from which they are made "
-                "(record again with --level activations --sites Q,K), or stored maps of short contexts "
-                "(--level maps --context 256). What follows are each head's statistics over all tokens."
+                "(record again with ",
+                html.Code("--level activations --sites Q,K", className="nowrap"),
+                "), or stored maps of short contexts (",
+                html.Code("--level maps --context 256", className="nowrap"),
+                "). What follows are each head's statistics over all tokens.",
             )
         )
     panels += [_sink(view), *_attended(view), _stages(view), registered_panel(view, "sink-profile", wide=True)]
     return [panel for panel in panels if panel is not None]
 
 
-def _note(text: str) -> Any:
-    return state("No attention maps in this recording", [text], "note wide")
+def _note(*words: Any) -> Any:
+    return state("No attention maps in this recording", [html.P(list(words))], "note wide")
 
 
 def _map_or_reason(view: View) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.components import attrs, card, number, state, table
+from visitlens.app.components import attrs, card, state, table, with_bounds
 from visitlens.app.context import View
 from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
@@ -61,7 +61,7 @@ def layout(view: View) -> list[Any]:
     way = way if way in _WAYS else "step"
     first, second = (by(r, name, way) for r in (run, other))
     names = _distinct(run.name, other.name)
-    looks: list[Any] = [v if r.looped else "baseline" for v, r in ((1, run), (2, other))]
+    looks = [f"part {at}" if r.looped else "baseline" for at, r in ((1, run), (2, other))]
     chips = html.Nav(
         [
             html.A(text, href=view.href(by=key), **attrs({"aria-current": "true"} if key == way else {}))
@@ -135,24 +135,14 @@ def _table(
     (axis,) = first.axes
     places = list(dict.fromkeys([*first.labels[axis], *second.labels[axis]]))
 
-    def at(stat: StatArray | None, place: Any) -> float | None:
-        if stat is None or place not in stat.labels[axis]:
-            return None
-        return float(stat.values[list(stat.labels[axis]).index(place)])
+    def at(stat: StatArray | None, place: Any) -> StatArray | None:
+        return stat.sel(**{axis: place}) if stat is not None and place in stat.labels[axis] else None
 
     rows = []
-    bounds = difference.interval() if difference is not None else None
     for place in places:
-        row: dict[str, Any] = {
-            "place": str(place),
-            "first": at(first, place),
-            "second": at(second, place),
-            "difference": at(difference, place),
-        }
-        if bounds is not None and difference is not None and place in difference.labels[axis]:
-            i = list(difference.labels[axis]).index(place)
-            row["interval"] = f"{number(float(bounds[0][i]))} to {number(float(bounds[1][i]))}"
-        rows.append(row)
+        one, two, change = (at(stat, place) for stat in (first, second, difference))
+        row = {"place": str(place), "first": _value(one), "second": _value(two)}
+        rows.append(row | (with_bounds(change) if change is not None else {}))
     columns = [
         ("place", way),
         ("first", names[0]),
@@ -169,20 +159,18 @@ def _all(view: View, run: RecordedRun, other: RecordedRun, names: tuple[str, str
         if set(measure.axes) & {"expert", "later_expert"} or not layered(other, measure.name):
             continue
         try:
-            a, b = (mean_over(r.stat(measure.name), r.stat(measure.name).axes) for r in (run, other))
+            a, b = (by(r, measure.name, "layer").mean("layer") for r in (run, other))
         except VisitlensError:
             continue
-        assert a is not None and b is not None
         difference = b.combine(a, np.subtract, a.measure)
-        low, high = difference.interval()
         rows.append(
             {
                 "name": measure.name,
                 "measure": html.A(measure.title, href=view.href(metric=measure.name)),
                 "first": float(a.values),
                 "second": float(b.values),
-                "difference": float(difference.values),
-                "interval": f"{number(float(low))} to {number(float(high))}",
+                **with_bounds(difference),
+                "unit": measure.unit,
             }
         )
     columns = [
@@ -191,12 +179,17 @@ def _all(view: View, run: RecordedRun, other: RecordedRun, names: tuple[str, str
         ("second", names[1]),
         ("difference", "difference"),
         ("interval", "95% interval"),
+        ("unit", "unit"),
     ]
     return card(
-        "All measures, mean over steps",
+        "All measures, mean over physical layers",
         [table(columns, rows, "Choose a measure to draw it above.", key="name", current=metric(view))],
         wide=True,
     )
+
+
+def _value(stat: StatArray | None) -> float | None:
+    return None if stat is None else float(stat.values)
 
 
 def _distinct(first: str, second: str) -> tuple[str, str]:

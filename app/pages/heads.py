@@ -136,7 +136,7 @@ def _head_profile(view: View, name: str, axis: str) -> Panel:
     assert stat is not None
     head = min(view.head, len(stat.labels[axis]) - 1)
     drawn = [
-        Line(f"head {head}", stat.sel(**{axis: head}), "plain"),
+        Line(f"head {head}", stat.sel(**{axis: head}), "part 1"),
         Line("mean over heads", stat.mean(axis), "control"),
     ]
     return lines_panel(

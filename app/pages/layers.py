@@ -6,7 +6,7 @@ from typing import Any
 
 from dash import html
 
-from visitlens.app.components import card, number, table
+from visitlens.app.components import card, table, with_bounds
 from visitlens.app.context import View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel
@@ -76,7 +76,7 @@ def _profile(view: View, name: str) -> Panel:
     stat = run.stat(name)
     stat = mean_over(stat, stat.axes[1:])
     assert stat is not None
-    drawn = [Line(run.name, stat, "plain")]
+    drawn = [Line(run.name, stat, "steps")]
     partner = view.pair.baseline
     notes = ["Every step of the forward, as layer·visit."]
     if partner is not None and name in partner.measures:
@@ -140,16 +140,15 @@ def _row(view: View, mean: TwoVisits) -> dict[str, Any]:
     shown = mean.difference if mean.difference is not None else mean.between
     assert shown is not None
     title = (mean.between or mean.later or shown).measure.title
-    low, high = shown.interval()
-    between = _value(mean.between)
+    cells = with_bounds(shown)
     return {
         "measure": html.A(title, href=view.href(metric=mean.name)),
         "earlier": _value(mean.earlier),
-        "later": _value(mean.later) if between is None else None,
-        "difference": _value(mean.difference)
-        if between is None
-        else html.Span([number(between), html.Small(" between")]),
-        "interval": f"{number(float(low))} to {number(float(high))}",
+        "later": _value(mean.later) if mean.between is None else None,
+        "difference": cells["difference"]
+        if mean.between is None
+        else html.Span([cells["difference"], html.Small(" between")]),
+        "interval": cells["interval"],
         "control": _value(mean.control),
     }
 

@@ -25,7 +25,6 @@ _WORDS = {
     "norm_output_attn": "RMSNorm before attention",
     "norm_output_moe": "RMSNorm before the MoE",
 }
-_LOOKS = (1, 2, 3, 4, 5, 6)
 
 
 def layout(view: View) -> list[Any]:
@@ -73,7 +72,7 @@ def _ratios(view: View) -> Panel | None:
         view,
         "norm-ratios",
         f"Norms: visit {visits[1]} over visit {visits[0]}",
-        [Line(label, stat, look) for (label, stat), look in zip(found, _LOOKS, strict=False)],
+        [Line(label, stat, f"part {at}") for at, (label, stat) in enumerate(found, 1)],
         code,
         levels=[Level("no change", 1.0)],
         unit="ratio",

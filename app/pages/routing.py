@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+from dash import html
 
+from visitlens.app.components import card, table
 from visitlens.app.context import View
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook
@@ -16,14 +19,16 @@ from visitlens.probe.figures.theme import escape
 PATH, TITLE, ORDER = "/routing", "Routing", 20
 NEEDS = ("looped", "routing")
 CONTROLS = ("visits", "layer")
+_PAIRS = 15
 
 
 def layout(view: View) -> list[Any]:
     run = view.recorded
     panels: list[Any] = [registered_panel(view, "expert-overlap"), _by_layer(view)]
+    panels += _profiles(view)
     if "expert_transitions" in run.measures:
-        panels.append(_transitions(view))
-    panels.append(_profile(view))
+        transitions = _transitions(view)
+        panels += [transitions, _pairs(view, transitions)]
     loads = two_visits(run, "expert_load", view.visits)
     code = f"earlier, later = rec.both_visits('expert_load', visits={view.visits})\nearlier.plot(), later.plot()"
     panels.append(
@@ -36,7 +41,7 @@ def layout(view: View) -> list[Any]:
             links={"path": "/routing", "y": "layer"},
         )
     )
-    return [panel for panel in panels if panel is not None]
+    return panels
 
 
 def _by_layer(view: View) -> Panel:
@@ -48,7 +53,7 @@ def _by_layer(view: View) -> Panel:
         Line("load-aware chance", run.expert_overlap_chance_by_load(visits), "chance"),
     ]
     if "gate_overlap" in run.measures:
-        drawn.insert(1, Line("overlap of gate mass", run.between_visits("gate_overlap", visits), 2))
+        drawn.insert(1, Line("overlap of gate mass", run.between_visits("gate_overlap", visits), "part 2"))
     return lines_panel(
         view,
         "overlap-by-layer",
@@ -112,21 +117,40 @@ def _transitions(view: View) -> Panel:
     )
 
 
-def _profile(view: View) -> Panel | None:
+def _pairs(view: View, transitions: Panel) -> html.Section:
+    """The pairs of different experts that go together most."""
+    first, second, share, excess = transitions.rows()[0]
+    rows = [
+        {"pair": f"{row[first]} → {row[second]}", "share": row[share], "excess": row[excess]}
+        for row in transitions.rows()
+        if row[first] != row[second] and row[excess] > 0
+    ]
+    columns = [("pair", "experts"), ("share", "share of tokens"), ("excess", "excess")]
+    a, b = view.visits
+    caption = f"{_PAIRS} pairs by excess over independent choices: expert at visit {a} → another expert at visit {b}."
+    return card("Experts that hand over most", [table(columns, rows[:_PAIRS], caption)], key="pairs")
+
+
+def _profiles(view: View) -> list[Panel]:
+    """Load imbalance and router entropy of every step, each against what even use of all experts would give."""
     run = view.recorded
-    drawn = [Line("load imbalance", run.load_imbalance(), "plain")]
+    experts = run.recording.config["num_experts"]
+    found = [("balance", "Load imbalance", run.load_imbalance(), "load_imbalance()", Level("balanced", 1.0))]
     if "router_entropy" in run.measures:
         entropy = mean_over(run.stat("router_entropy"), ())
         assert entropy is not None
-        drawn.append(Line("router entropy, nats", entropy, 2))
-    return lines_panel(
-        view,
-        "balance",
-        "Load imbalance and router entropy",
-        drawn,
-        "rec.load_imbalance().plot()\nrec.stat('router_entropy').plot()",
-        levels=[Level("balanced", 1.0)],
-        unit="ratio; nats",
-        x_title="execution step, as layer·visit",
-        links={"path": "/routing", "x": "layer"},
-    )
+        even = Level(f"uniform, ln E = {math.log(experts):.2f}", math.log(experts))
+        found.append(("entropy", "Router entropy", entropy, "stat('router_entropy')", even))
+    return [
+        lines_panel(
+            view,
+            key,
+            title,
+            [Line(title, stat, "steps")],
+            f"rec.{code}.plot()",
+            levels=[level],
+            x_title="execution step, as layer·visit",
+            links={"path": "/routing", "x": "layer"},
+        )
+        for key, title, stat, code, level in found
+    ]

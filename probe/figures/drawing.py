@@ -179,9 +179,9 @@ def heat_trace(
         "xgap": 1 if most <= 24 else 0,
         "ygap": 1 if most <= 24 else 0,
     }
-    if most <= 10:
+    if most <= 12:
         digits = "%{z:.2f}" if largest(entry["values"]) >= 0.2 else "%{z:.3f}"
-        trace |= {"texttemplate": digits, "textfont": {"size": 11}}
+        trace |= {"texttemplate": digits, "textfont": {"size": 11 if most <= 10 else 9}}
     return trace
 
 

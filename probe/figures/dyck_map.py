@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class DyckMap(Figure):
             "cols": 2,
             "specs": [[{"colspan": 2}, None]] * 3 + [[{}, {}]],
             "row_heights": [0.18, 0.18, 0.18, 0.46],
-            "vertical_spacing": 0.085,
+            "vertical_spacing": 0.09,
             "horizontal_spacing": 0.1,
             "subplot_titles": [
                 f"visit {a}",
@@ -89,7 +90,7 @@ class DyckMap(Figure):
         }
         layer, head = data["head"]
         titled = {**data, "title": f"{data['title']}: layer {layer}, head {head}"}
-        figure = frame(titled, theme, width=max(1000, 130 + 9 * keys), height=900, panels=panels)
+        figure = frame(titled, theme, width=max(1000, 130 + 9 * keys), height=920, panels=panels)
         drawn = data["series"]
         for row, name in enumerate((f"visit_{a}", f"visit_{b}", "difference"), 1):
             axis = "coloraxis2" if name == "difference" else "coloraxis"
@@ -113,7 +114,7 @@ class DyckMap(Figure):
         figure.update_xaxes(type="category", title_text="demonstrations k", row=4)
         shares = [v for key, e in drawn.items() if "." in key for v in [*e["values"], *e["high"]] if v is not None]
         figure.update_yaxes(range=[0, min(1.03, 1.1 * max(*shares, 0.05))], row=4)
-        figure.update_xaxes(title_text="tokens of the prompt (keys)", title_standoff=4, row=3)
+        figure.update_xaxes(title_text="tokens of the prompt (keys)", title_standoff=0, row=3)
         figure.update_yaxes(title_text="share of mass", row=4, col=1)
         reach = largest(drawn["difference"]["values"])
         both = sequential(max(largest(drawn[f"visit_{v}"]["values"]) for v in (a, b)), "share of mass")
@@ -166,12 +167,13 @@ def _map(
         row=row,
         col=1,
     )
-    shown = range(0, len(tokens), max(1, -(-len(tokens) // 200)))
+    places = key_labels(data["pieces"])
+    shown = list(places)[:: max(1, -(-len(places) // 200))]
     figure.update_xaxes(
-        tickvals=list(shown),
-        ticktext=[tokens[at] for at in shown],
-        tickangle=-90,
-        tickfont={"size": 9},
+        tickvals=shown,
+        ticktext=[places[at] for at in shown],
+        tickangle=0,
+        tickfont={"size": 8},
         ticks="",
         showgrid=False,
         range=[-0.6, len(tokens) - 0.4],
@@ -188,6 +190,19 @@ def _map(
     )
     if row == 2:
         figure.update_yaxes(title_text="target", row=row, col=1)
+
+
+def key_labels(pieces: Sequence[str]) -> dict[float, str]:
+    """Labels by position, upright: brackets turned on their side look like others. A word of several tokens and the colon
+    after it are one label in their middle; the first token, BOS, is a line below; spaces before a sign are left out."""
+    found: dict[float, str] = {0.0: "<br>" + token_text(pieces[0])}
+    for word, group in groupby(range(1, len(pieces)), lambda at: pieces[at].strip(" ").isalpha() or pieces[at] == ":"):
+        places = list(group)
+        if word:
+            found[(places[0] + places[-1]) / 2] = token_text("".join(pieces[at] for at in places).strip(" "))
+        else:
+            found |= {float(at): token_text(pieces[at].strip(" ") or pieces[at]) for at in places}
+    return found
 
 
 def _shots(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -67,8 +68,20 @@ def with_interval(entry: Mapping[str, Any]) -> str:
     """A scalar series as text: `0.560 [0.551, 0.568]`."""
     if entry["values"] is None:
         return "not measured"
-    text = digits(entry["values"])
-    return text if entry["low"] is None else f"{text} [{digits(entry['low'])}, {digits(entry['high'])}]"
+    if entry["low"] is None:
+        return digits(entry["values"])
+    value, low, high = aligned(entry["values"], entry["low"], entry["high"])
+    return f"{value} [{low}, {high}]"
+
+
+def aligned(value: float, low: float, high: float) -> tuple[str, str, str]:
+    """A value and its interval with the same decimals: three, or as many as give the interval's width two digits, at most six."""
+    width = high - low
+    decimals = min(max(1 - math.floor(math.log10(width)), 3), 6) if width > 0 else 3
+    first, second, third = (
+        f"{round(number, decimals) + 0.0:.{decimals}f}".replace("-", "−") for number in (value, low, high)
+    )
+    return first, second, third
 
 
 def digits(value: Any) -> str:

@@ -49,6 +49,13 @@ class Theme:
         at = number - 1
         return Style(self.visits[at % len(self.visits)], _SYMBOLS[at % len(_SYMBOLS)], _DASHES[at % len(_DASHES)])
 
+    def part(self, number: int) -> Style:
+        """Style of a series that is no visit (one of several quantities or runs), 1-based: none looks like visit 1 or 2."""
+        at = number - 1
+        colour = (self.visits[4], self.visits[3], self.visits[5], self.ink, self.visits[2], self.muted)[at % 6]
+        symbol = ("circle", "triangle-up", "x", "star", "hexagon-open", "cross")[at % 6]
+        return Style(colour, symbol, _DASHES[at % len(_DASHES)])
+
     def profile_visit(self, number: int) -> Style:
         """Style of a visit among the looped model's steps in a profile over depth."""
         style = self.visit(number)
