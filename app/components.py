@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from html import unescape
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def panel_card(panel: Panel, view: View) -> html.Section:
         style={"height": f"{height}px"},
         **attrs({"data-figure": str(to_json_plotly(plot)), "data-config": json.dumps(GRAPH_CONFIG)}),
     )
-    title = f"title-{panel.key}"
+    title, caption = f"title-{panel.key}", f"caption-{panel.key}"
     keys = "Arrow keys move between its values" + (", Enter opens one." if panel.links else ".")
     return html.Section(
         className="panel wide" if panel.wide else "panel",
@@ -56,10 +57,16 @@ def panel_card(panel: Panel, view: View) -> html.Section:
                 tabIndex=0,
                 role="application",
                 style={"minHeight": f"{height}px"},
-                **attrs({"aria-label": f"{panel.title}. {keys}", "data-options": json.dumps(options)}),
+                **attrs(
+                    {
+                        "aria-label": f"{panel.title}: {shown(plot)}. {keys}",
+                        "aria-describedby": caption,
+                        "data-options": json.dumps(options),
+                    }
+                ),
             ),
             html.P("\u00a0", className="readout", **attrs({"aria-hidden": "true"})),
-            html.Div([html.P(sentence) for sentence in panel.caption], className="caption"),
+            html.Div([html.P(sentence) for sentence in panel.caption], className="caption", id=caption),
             html.Details(
                 [
                     html.Summary("Table"),
@@ -69,6 +76,20 @@ def panel_card(panel: Panel, view: View) -> html.Section:
             ),
         ],
     )
+
+
+def shown(plot: Mapping[str, Any]) -> str:
+    """What a chart shows, for who doesn't see it: `2 lines (visit 1, visit 2) by physical layer`; `3 heat maps of 4 by 6`."""
+    maps = [trace for trace in plot["data"] if trace["type"] == "heatmap"]
+    if maps:
+        rows, columns = len(maps[0]["y"]), len(maps[0]["x"])
+        return f"{len(maps)} heat map{'s' if len(maps) > 1 else ''} of {rows} by {columns}"
+    names = [unescape(t["name"]) for t in plot["data"] if t.get("name") and t.get("hoverinfo") != "skip"]
+    kinds = {trace["type"] for trace in plot["data"]}
+    what = "bars" if kinds == {"bar"} else "lines" if kinds == {"scatter"} else "series"
+    axis = unescape(plot["layout"].get("xaxis", {}).get("title", {}).get("text") or "")
+    named = f" ({', '.join(dict.fromkeys(names))})" if names else ""
+    return what + named + (f" by {axis}" if axis else "")
 
 
 def export_href(view: View, key: str, format_: str) -> str:

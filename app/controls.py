@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from visitlens.app.attention import looped_layer
 from visitlens.app.components import selector
 from visitlens.app.context import View, describe_needs
 from visitlens.app.documents import segment_choices
@@ -39,8 +40,10 @@ def _visits(page: ModuleType, view: View) -> list[Any]:
 
 def _layers(page: ModuleType, view: View) -> list[Any]:
     plan = view.recorded.plan
-    layers = plan.looped_layers if "looped" in page.NEEDS else sorted(plan.visits)
-    return [selector("layer", "layer", [(str(n), str(n)) for n in layers], str(view.layer))]
+    looped = "looped" in page.NEEDS
+    layers = plan.looped_layers if looped else sorted(plan.visits)
+    shown = looped_layer(view) if looped else view.layer
+    return [selector("layer", "layer", [(str(n), str(n)) for n in layers], str(shown))]
 
 
 def _heads(page: ModuleType, view: View) -> list[Any]:

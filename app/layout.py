@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from dash import dcc, html
 
@@ -14,7 +15,7 @@ from visitlens.app.context import Context, View, describe_needs, said, view_of
 from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
-from visitlens.app.state import Selection
+from visitlens.app.state import Selection, abbreviated, named
 from visitlens.kernels.errors import VisitlensError
 from visitlens.probe.cross_visit import largest_change
 
@@ -115,13 +116,15 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
         ]
     else:
         content = _content(page, view)
+    above = bar(page, view)
+    notices = _notices(view, unmet(page.TITLE, view, [*above, *content]) if page else [])
     name = view.entry.name if view.entry else ""
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
         navigation=navigation(view),
-        bar=bar(page, view),
-        content=[*_notices(view), *content],
+        bar=above,
+        content=[*notices, *content],
         palette=palette(view),
         version=version(view),
         growing=growing,
@@ -248,8 +251,23 @@ def _no_recording(view: View) -> html.Section:
     )
 
 
-def _notices(view: View) -> list[Any]:
-    notices = [html.Li(text) for text in view.warnings]
+def unmet(title: str, view: View, drawn: Sequence[Any]) -> list[str]:
+    """What a link asks for and the selectors of its page don't show, in sentences."""
+    asked = dict(parse_qsl(view.selection.query().removeprefix("?")))
+    found = []
+    for part in (part for top in drawn for part in (top, *top._traverse())):
+        name = getattr(part, "data-parameter", None)
+        if name in asked and asked[name] != (value := getattr(part, "data-value", "")):
+            texts = {getattr(option, "value", None): option.children for option in part.children}
+            found.append(
+                f"The link's {named(name)} {abbreviated(asked[name])} isn't among what {title} offers; "
+                f"{texts.get(value, value)} is shown."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _notices(view: View, unmet: Sequence[str]) -> list[Any]:
+    notices = [html.Li(text) for text in (*view.warnings, *unmet)]
     if view.run is not None and not view.run.recording.complete:
         recording = view.run.recording
         share = recording.tokens / max(recording.run["tokens"], 1)

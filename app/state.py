@@ -68,16 +68,26 @@ def parse(search: str, parameters: tuple[str, ...] = ()) -> tuple[Selection, lis
     """
     chosen: dict[str, Any] = {}
     extra: dict[str, str] = {}
-    warnings = []
+    warnings: list[str] = []
+    unknown: dict[str, None] = {}
     for name, text in parse_qsl(search.removeprefix("?"))[:40]:
         if name in parameters:
             extra[name] = text
         elif name not in _FIELDS:
-            warnings.append(f"The link's parameter {_shown(name)} means nothing here and is left out.")
+            unknown[abbreviated(name)] = None
         elif (value := _value(name, text)) is None:
-            warnings.append(f"The link's {name} is {_shown(text)}, where {_WANTED[name]} was expected; it is left out.")
+            warnings.append(
+                f"The link's {name} is {abbreviated(text)}, where {_WANTED[name]} was expected; it is left out."
+            )
         else:
             chosen[name] = value
+    if unknown:
+        one = len(unknown) == 1
+        names = ", ".join(unknown) if len(unknown) <= 6 else f"{', '.join([*unknown][:6])} and {len(unknown) - 6} more"
+        warnings.append(
+            f"The link's parameter{'' if one else 's'} {names} mean{'s' if one else ''} nothing here and "
+            f"{'is' if one else 'are'} left out."
+        )
     return Selection(**chosen, extra=extra), warnings
 
 
@@ -91,7 +101,7 @@ def fit(selection: Selection, run: RecordedRun) -> tuple[Selection, list[str]]:
         value = getattr(selection, name)
         if value not in (None, "") and not fits:
             shown = "-".join(map(str, value)) if isinstance(value, tuple) else value
-            warnings.append(f"{run.name} has no {_NAMES.get(name, name)} {_shown(str(shown))}; it has {has}.")
+            warnings.append(f"{run.name} has no {named(name)} {abbreviated(str(shown))}; it has {has}.")
             changes[name] = None
 
     most = common_visits(plan)
@@ -103,6 +113,11 @@ def fit(selection: Selection, run: RecordedRun) -> tuple[Selection, list[str]]:
     if selection.metric:
         check("metric", selection.metric in run.measures, f"{len(run.measures)} measures")
     return selection.change(**changes), warnings
+
+
+def named(parameter: str) -> str:
+    """A parameter's name in a sentence."""
+    return _NAMES.get(parameter, parameter)
 
 
 def common_visits(plan: ExecutionPlan) -> int:
@@ -124,7 +139,7 @@ def _value(name: str, text: str) -> Any:
     return text if re.fullmatch(r"[\w.-]+", text) else None
 
 
-_NAMES = {"visits": "visit pair", "metric": "measure"}
+_NAMES = {"visits": "visit pair", "metric": "measure", "segment": "document", "agg": "aggregation"}
 _WANTED = {
     **dict.fromkeys(("layer", "head", "token", "segment"), "a number from 0"),
     "visits": "a pair such as 1-2",
@@ -133,5 +148,6 @@ _WANTED = {
 }
 
 
-def _shown(text: str) -> str:
+def abbreviated(text: str) -> str:
+    """Of a link, in quotes."""
     return repr(text if len(text) <= 40 else text[:39] + "…")

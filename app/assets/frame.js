@@ -97,6 +97,7 @@
     }
     const page = window.location.pathname;
     if (last && last !== page) {
+      if (!vl.restore()) document.body.classList.remove("has-maximised"); // its panel went with its page
       window.scrollTo(0, 0);
       document.getElementById("main").focus({ preventScroll: true });
       vl.announce(title);
@@ -110,7 +111,10 @@
     delete document.body.dataset.busy;
   }
 
-  window.addEventListener("popstate", () => { document.body.dataset.busy = "1"; });
+  window.addEventListener("popstate", () => {
+    document.body.dataset.busy = "1";
+    document.getElementById("palette").close();
+  });
 
   // Links stay real links: a middle click opens a tab, a plain click changes the page without loading it.
   document.addEventListener("click", (event) => {

@@ -36,10 +36,17 @@
     return cancel;
   }
 
+  // Tab leaves the table, as it leaves a list; arrows walk its cells.
+  function leave(id) {
+    const options = { tabToNextCell: () => false, tabToNextHeader: () => false };
+    window.dash_ag_grid.getApiAsync(id).then((api) => { for (const [name, value] of Object.entries(options)) api.setGridOption(name, value); });
+  }
+
   function Later(props) {
     const box = React.useRef(null);
     const [Grid, setGrid] = React.useState(null);
     React.useEffect(() => when(box.current, () => load().then((found) => setGrid(() => found))), []);
+    React.useEffect(() => { if (Grid) leave(props.id); }, [Grid]);
     return Grid ? React.createElement(Grid, props) : React.createElement("div", { id: props.id, ref: box, style: props.style });
   }
 

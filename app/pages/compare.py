@@ -68,7 +68,7 @@ def layout(view: View) -> list[Any]:
             for key, text in _WAYS.items()
         ],
         className="chips",
-        **attrs({"aria-label": "Compare by"}),
+        **attrs({"aria-label": "Compare by", "data-parameter": "by", "data-value": way}),
     )
     drawn = [Line(names[0], first, looks[0]), Line(names[1], second, looks[1])]
     x_title = _WAYS[way] + (", numbered in order" if way == "step" else "")

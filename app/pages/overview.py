@@ -107,7 +107,13 @@ def grid_panel(view: View) -> Panel:
         rows=lambda: rows,
         code=f"import visitlens as vl\n\nrec = vl.open('run.vlens')\n{chosen.code}\n",
         links={"hrefs": hrefs},
-        tools=[html.Nav(links, className="chips", **attrs({"aria-label": "Number shown"}))],
+        tools=[
+            html.Nav(
+                links,
+                className="chips",
+                **attrs({"aria-label": "Number shown", "data-parameter": "show", "data-value": chosen.key}),
+            )
+        ],
         wide=True,
     )
 

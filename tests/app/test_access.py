@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from visitlens.app.pages import pages
 
 QUERIES = {"/tokens": "?run=looped&token=5&layer=1", "/attention": "?run=maps&layer=1&head=1&token=20"}
@@ -19,12 +21,15 @@ def test_axe_finds_nothing_serious_on_any_page_light_and_dark(meet, site) -> Non
     assert not found, "\n".join(found)
 
 
-def test_nothing_moves_while_a_page_loads(visit) -> None:
+@pytest.mark.parametrize(
+    ("link", "panel"), [("layers?run=looped", "by-layer"), ("tokens?run=looped&token=5", "by-token")]
+)
+def test_nothing_moves_while_a_page_loads(visit, link: str, panel: str) -> None:
     visit.page.add_init_script(
         "window.shift = 0; new PerformanceObserver((l) => { for (const e of l.getEntries()) if (!e.hadRecentInput) window.shift += e.value; })"
         ".observe({ type: 'layout-shift', buffered: true });"
     )
-    visit.open("layers?run=looped", load=True)
-    visit.charted("by-layer")
+    visit.open(link, load=True)
+    visit.charted(panel)
     visit.page.wait_for_timeout(300)
     assert visit.page.evaluate("window.shift") < 0.05

@@ -21,6 +21,7 @@ from hypothesis.extra import numpy as arrays
 from visitlens.app import export, layout
 from visitlens.app.attention import changed_keys, context_starts
 from visitlens.app.commands.app import clean_prefix
+from visitlens.app.components import shown
 from visitlens.app.context import Context, view_of
 from visitlens.app.pages import find_page, pages
 from visitlens.app.pages.attention import parse_zoom
@@ -30,6 +31,7 @@ from visitlens.app.registry import Registry
 from visitlens.app.state import Selection, fit, parse
 from visitlens.kernels.errors import InputError
 from visitlens.probe.cross_visit import largest_change, two_visits
+from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.token_window import Segments, compare_experts, stored_measures
 
@@ -193,6 +195,23 @@ def test_layers_shows_the_difference_and_its_interval(context: Context) -> None:
     drawn = (later.replicates - earlier.replicates)[:, 0]
     assert panel.rows()[0]["low"] == pytest.approx(np.quantile(drawn, 0.025))
     assert panel.rows()[0]["high"] == pytest.approx(np.quantile(drawn, 0.975))
+
+
+def test_steps_look_like_their_visits(context: Context) -> None:
+    view = view_of(context, "/layers", "?run=looped")
+    panel = next(
+        item for item in find_page("/layers").layout(view) if isinstance(item, Panel) and item.key == "profile"
+    )
+    profile, *legend = panel.draw(LIGHT)["data"]
+    steps = view.run.plan.steps
+    once = {layer for layer, visits in view.run.plan.visits.items() if visits == 1}
+    for step, colour in zip(steps, profile["marker"]["color"], strict=True):
+        assert colour == (LIGHT.ink if step.layer in once else LIGHT.visit(step.visit).colour)
+    assert [trace["name"] for trace in legend] == ["visit 1", "visit 2", "layers run once"]
+    assert shown(panel.draw(LIGHT)) == "lines (looped) by execution step, as layer·visit"
+    assert shown(
+        layout.find_panel(find_page("/heads"), view_of(context, "/heads", "?run=looped"), "map").chart(LIGHT)
+    ).startswith("3 heat")
 
 
 def test_two_visits_of_any_measure(looped_recording) -> None:

@@ -14,10 +14,11 @@ import pytest
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.base import Figure, find, registered
+from visitlens.probe.figures.dyck_map import key_labels
 from visitlens.probe.figures.expert_overlap import hypergeometric, uniform_chance
 from visitlens.probe.figures.export import write_figures
 from visitlens.probe.figures.pair import Pair, span
-from visitlens.probe.figures.series import csv_rows, digits, with_interval
+from visitlens.probe.figures.series import aligned, csv_rows, digits, with_interval
 from visitlens.probe.figures.theme import DARK, LIGHT, PAPER, THEMES, Theme, escape, find_theme, token_text
 from visitlens.probe.figures.update_cosine import block_edges
 from visitlens.probe.measure import StatArray
@@ -338,6 +339,33 @@ def test_numbers_as_text() -> None:
     ]
     assert with_interval({"values": None, "low": None, "high": None}) == "not measured"
     assert with_interval({"values": 0.5, "low": None, "high": None}) == "0.500"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "texts"),
+    [
+        ((0.876, 0.506, 1.315), ("0.876", "0.506", "1.315")),
+        ((0.0008, -0.000001, 0.0026), ("0.0008", "0.0000", "0.0026")),
+        ((-1.9e-5, -2.8e-5, -1.2e-5), ("−0.000019", "−0.000028", "−0.000012")),
+        ((5.0, 5.0, 5.0), ("5.000", "5.000", "5.000")),
+    ],
+)
+def test_a_value_has_its_intervals_decimals(numbers: tuple[float, ...], texts: tuple[str, ...]) -> None:
+    assert aligned(*numbers) == texts
+
+
+def test_what_is_no_visit_looks_like_none() -> None:
+    for theme in (LIGHT, DARK):
+        visits = [theme.visit(number) for number in (1, 2)]
+        parts = [theme.part(number) for number in range(1, 7)]
+        assert len({(part.colour, part.symbol) for part in parts}) == 6
+        assert not {p.colour for p in parts} & {v.colour for v in visits}
+        assert not {p.symbol for p in parts} & {v.symbol for v in visits}
+
+
+def test_keys_of_the_dyck_map_are_labelled_upright() -> None:
+    pieces = ["BOS", "In", "put", ":", " ", "[", " <", "\n", "O", "utput", ":"]
+    assert key_labels(pieces) == {0: "<br>BOS", 2: "Input:", 4: "␣", 5: "[", 6: "&lt;", 7: "↵", 9: "Output:"}
 
 
 def test_a_names_length_is_limited_in_the_picture(pair: Pair) -> None:
