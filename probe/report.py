@@ -25,7 +25,7 @@ from visitlens.probe.figures.export import (
 from visitlens.probe.figures.page import caption, chart, document, escape
 from visitlens.probe.figures.pair import Pair, span
 from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.figures.series import digits
+from visitlens.probe.figures.series import aligned, digits
 from visitlens.probe.figures.theme import Theme, find_theme
 from visitlens.probe.findings import (
     FAILS,
@@ -220,7 +220,8 @@ def _cell(value: StatArray | float | None) -> str:
     low, high = value.interval()
     if np.isnan(low):
         return digits(value.values)
-    return f'{digits(value.values)} <span class="interval">[{digits(low)}, {digits(high)}]</span>'
+    text, *bounds = aligned(float(value.values), float(low), float(high))
+    return f'{text} <span class="interval">[{", ".join(bounds)}]</span>'
 
 
 def _figure(drawing: Drawing, chosen: Theme, files: Sequence[str]) -> str:

@@ -36,7 +36,7 @@ def compare(
     """Compare two recordings, with differences and their 95% intervals."""
     from visitlens.probe.compare import compare as run
     from visitlens.probe.compare import comparison_data, write_comparison
-    from visitlens.probe.figures.series import digits
+    from visitlens.probe.figures.series import aligned, digits
     from visitlens.probe.opened import open as open_recording
 
     first, second = open_recording(a), open_recording(b)
@@ -50,8 +50,11 @@ def compare(
     for name in ("measure", "place", "unit", plain(first.name), plain(second.name), "difference", "95% interval"):
         table.add_column(name, justify="left" if name in ("measure", "place", "unit") else "right", no_wrap=True)
     for row in data["rows"]:
-        numbers = ["–" if row[key] is None else digits(row[key]) for key in ("a", "b", "difference")]
-        interval = "–" if row["low"] is None else f"{digits(row['low'])} to {digits(row['high'])}"
-        table.add_row(plain(row["measure"]), plain(row["place"]), row["unit"], *numbers, interval)
+        a_, b_, difference = ("–" if row[key] is None else digits(row[key]) for key in ("a", "b", "difference"))
+        interval = "–"
+        if row["low"] is not None:
+            difference, *bounds = aligned(row["difference"], row["low"], row["high"])
+            interval = " to ".join(bounds)
+        table.add_row(plain(row["measure"]), plain(row["place"]), row["unit"], a_, b_, difference, interval)
     Console(highlight=False, width=None if Console().is_terminal else 160).print(table)
     typer.echo(data["interval"])

@@ -118,7 +118,7 @@ def _histogram(
         x=observed["axes"]["shared"],
         y=observed["values"],
         name="observed",
-        marker={"color": theme.same_head, "opacity": 0.6},
+        marker={"color": theme.paler(theme.same_head)},
         error_y={
             "type": "data",
             "symmetric": False,

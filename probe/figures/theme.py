@@ -61,6 +61,11 @@ class Theme:
         style = self.visit(number)
         return Style(self.profile or style.colour, style.symbol, style.dash)
 
+    def paler(self, colour: str) -> str:
+        """A colour for areas, on which points and bars still show: mixed with the background, so that nothing shines through."""
+        pairs = zip(*(bytes.fromhex(hex_[1:]) for hex_ in (colour, self.background)), strict=True)
+        return "#" + "".join(f"{round(0.6 * a + 0.4 * b):02x}" for a, b in pairs)
+
     @property
     def scheme(self) -> str:
         """What kind of page it fits: light or dark."""
