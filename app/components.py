@@ -79,7 +79,7 @@ def panel_card(panel: Panel, view: View) -> html.Section:
 
 
 def shown(plot: Mapping[str, Any]) -> str:
-    """What a chart shows, for who doesn't see it: `2 lines (visit 1, visit 2) by physical layer`; `3 heat maps of 4 by 6`."""
+    """What a chart shows, for who doesn't see it: `lines (visit 1, visit 2) by physical layer`; `3 heat maps of 4 by 6`."""
     maps = [trace for trace in plot["data"] if trace["type"] == "heatmap"]
     if maps:
         rows, columns = len(maps[0]["y"]), len(maps[0]["x"])

@@ -118,11 +118,12 @@ def _mark_steps(theme: Theme, trace: dict[str, Any], steps: Sequence[Step]) -> l
     trace["showlegend"] = False
     if "error_y" in trace:
         trace["error_y"] |= {"color": theme.muted}
-    names = {f"visit {step.visit}" if step.layer in repeated else "layers run once": looks[step] for step in steps}
+    names = {f"visit {visit}": theme.visit(visit) for visit in sorted({s.visit for s in steps if s.layer in repeated})}
+    names |= {"layers run once": once} if any(step.layer not in repeated for step in steps) else {}
     nothing = {"type": "scatter", "x": trace["x"][:1], "y": [None], "mode": "markers", "hoverinfo": "skip"}
     return [
         {**nothing, "name": name, "marker": {"symbol": look.symbol, "color": look.colour, "size": 9}}
-        for name, look in sorted(names.items(), key=lambda item: (not item[0].startswith("visit"), item[0]))
+        for name, look in names.items()
     ]
 
 

@@ -119,16 +119,19 @@ def _transitions(view: View) -> Panel:
 
 def _pairs(view: View, transitions: Panel) -> html.Section:
     """The pairs of different experts that go together most."""
-    first, second, share, excess = transitions.rows()[0]
+    found = transitions.rows()
+    first, second, share, excess = found[0]
     rows = [
         {"pair": f"{row[first]} → {row[second]}", "share": row[share], "excess": row[excess]}
-        for row in transitions.rows()
+        for row in found
         if row[first] != row[second] and row[excess] > 0
-    ]
+    ][:_PAIRS]
     columns = [("pair", "experts"), ("share", "share of tokens"), ("excess", "excess")]
     a, b = view.visits
-    caption = f"{_PAIRS} pairs by excess over independent choices: expert at visit {a} → another expert at visit {b}."
-    return card("Experts that hand over most", [table(columns, rows[:_PAIRS], caption)], key="pairs")
+    caption = (
+        f"{len(rows)} pairs by excess over independent choices: expert at visit {a} → another expert at visit {b}."
+    )
+    return card("Experts that hand over most", [table(columns, rows, caption)], key="pairs")
 
 
 def _profiles(view: View) -> list[Panel]:
