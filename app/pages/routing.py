@@ -53,14 +53,14 @@ def _by_layer(view: View) -> Panel:
         Line("load-aware chance", run.expert_overlap_chance_by_load(visits), "chance"),
     ]
     if "gate_overlap" in run.measures:
-        drawn.insert(1, Line("overlap of gate mass", run.between_visits("gate_overlap", visits), "part 2"))
+        drawn.insert(1, Line("gate mass", run.between_visits("gate_overlap", visits), "part 2"))
     return lines_panel(
         view,
         "overlap-by-layer",
         "Expert overlap by layer",
         drawn,
         f"rec.expert_overlap(visits={visits}).plot()",
-        levels=[Level(f"uniform chance k/E = {k / experts:.3f}", k / experts)],
+        levels=[Level(f"uniform chance {k / experts:.3f}", k / experts)],
         unit="share of k",
         links={"path": "/routing", "x": "layer"},
     )
@@ -142,7 +142,7 @@ def _profiles(view: View) -> list[Panel]:
     if "router_entropy" in run.measures:
         entropy = mean_over(run.stat("router_entropy"), ())
         assert entropy is not None
-        even = Level(f"uniform, ln E = {math.log(experts):.2f}", math.log(experts))
+        even = Level(f"ln E = {math.log(experts):.2f}", math.log(experts))
         found.append(("entropy", "Router entropy", entropy, "stat('router_entropy')", even))
     return [
         lines_panel(
