@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import unescape
 from typing import Any
 
-import numpy as np
 from dash import dcc, html
 from plotly.io.json import to_json_plotly
 
@@ -237,10 +237,10 @@ def number(value: float | None) -> str:
 
 def with_bounds(stat: StatArray) -> dict[str, str | None]:
     """Cells `difference` and `interval` of a scalar, with the same decimals."""
-    value, (low, high) = float(stat.values), stat.interval()
-    if not np.isfinite([value, low, high]).all():
+    value, low, high = (float(part) for part in (stat.values, *stat.interval()))
+    if not all(map(math.isfinite, (value, low, high))):
         return {"difference": number(value), "interval": None}
-    text, *bounds = aligned(value, float(low), float(high))
+    text, *bounds = aligned(value, low, high)
     return {"difference": text, "interval": " to ".join(bounds)}
 
 

@@ -70,7 +70,8 @@ class HeadAblation:
     @property
     def units(self) -> str:
         """What the bootstrap draws: prompts or documents."""
-        return "prompts" if "dyck" in self.about.get("settings", {}) else "documents"
+        settings = self.about.get("settings")
+        return "prompts" if isinstance(settings, Mapping) and "dyck" in settings else "documents"
 
     def p_holm(self, visits: str | None = None) -> np.ndarray:
         """[layer, head] p values, corrected by Holm's method for all these heads."""

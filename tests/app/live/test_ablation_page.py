@@ -30,10 +30,13 @@ def ablated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = np.random.default_rng(0).normal(0, 0.01, (40, 3, 2, 4))
     grouped = Grouped(measure, labels, effect + noise, np.ones((40, 3, 2, 4)))
     intact = Grouped(Measure("loss", "Loss", (), "nats", "Loss.", "6.4"), {}, np.ones(40), np.ones(40))
-    for name, metric in (("dyck-zero", "Dyck target loss"), ("text-mean", "<b>text</b> loss")):
-        store(
-            path, HeadAblation(name, metric, name.split("-")[1], intact, grouped, {"documents": 40, "targets": "many"})
-        )
+    about: dict[str, Any] = {"documents": 40, "targets": "many"}
+    for name, metric, settings in (
+        ("dyck-zero", "Dyck target loss", {"dyck": {"prompts": 40}}),
+        ("text-mean", "<b>text</b> loss", "odd"),
+    ):
+        ablation = HeadAblation(name, metric, name.split("-")[1], intact, grouped, about | {"settings": settings})
+        store(path, ablation)
     return path
 
 
@@ -52,11 +55,16 @@ def test_stored_ablations_ranked_by_visit_and_opened(serve: Any, meet: Any, abla
         and "2.30" in first.inner_text()
         and "< 0.001" in first.inner_text()
     )
+    said = (
+        "n = 40 prompts. Intervals, 95% percentile interval of a bootstrap over prompts (in groups, 1,000 replicates)"
+    )
+    assert said in visitor.page.inner_text("#panel-map .caption")
     visitor.choose("when", "2")
     expect(visitor.page.locator("#title-ranked")).to_contain_text("at visit 2")
     assert first.inner_text().startswith("layer 1, head 2")
     visitor.choose("analysis", "text-mean")
     expect(visitor.page.locator("#title-map")).to_contain_text("<b>text</b> loss")
+    assert "n = 40 documents." in visitor.page.inner_text("#panel-map .caption")
     assert visitor.page.locator("main h2 b").count() == 0 and visitor.query == {"when": "2", "analysis": "text-mean"}
     visitor.click_cell("map", 1, 0, 2)
     assert visitor.path == "attention" and (visitor.query["layer"], visitor.query["head"]) == ("1", "2")
