@@ -85,5 +85,6 @@ def reproduce(
         for path in (cell.looped, cell.baseline):
             if path is not None:
                 typer.echo(path)
+    console.print(f"The recordings in the browser: visitlens app {plain(str(out))}")
     if result.failures:
         raise typer.Exit(1)
