@@ -15,7 +15,7 @@ import typer
 
 from visitlens import __version__
 from visitlens.app import commands
-from visitlens.app.console import console, plain
+from visitlens.app.console import console, log_shown, plain
 from visitlens.kernels.errors import VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,7 +43,8 @@ def main() -> None:
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # cleans up; a recording ends its context first
     try:
-        app(standalone_mode=True)
+        with log_shown():
+            app(standalone_mode=True)
     except VisitlensError as error:
         message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         console.print(f"[bold red]error:[/] {plain(message)}")

@@ -14,7 +14,7 @@ from visitlens.kernels.errors import InputError
 
 def figures(
     recordings: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
             help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each."
         ),

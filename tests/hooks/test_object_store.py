@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.object_store import LEASE, ObjectStore, is_url, pull
+from visitlens.hooks.object_store import ObjectStore, is_url
+from visitlens.hooks.pull import pull
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
@@ -26,34 +27,6 @@ MEASURES = ("resid_rms", "sink_mass")
 
 class Crash(Exception):
     pass
-
-
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    server = pytest.importorskip("moto.server", reason="S3 itself: pip install s3fs 'moto[server]'")
-    pytest.importorskip("s3fs", reason="the extra visitlens[cloud] is optional")
-    running = server.ThreadedMotoServer(port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-@pytest.fixture(params=["memory", "s3"])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Of an empty place."""
-    monkeypatch.setattr(ObjectStore, "beat", 0.2)
-    if request.param == "memory":
-        fsspec.filesystem("memory").store.clear()
-        return f"memory://bucket/{tmp_path.name}.vlens"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_endpoint"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    files = fsspec.filesystem("s3")
-    if not files.exists("bucket"):
-        files.mkdir("bucket")
-    return f"s3://bucket/{tmp_path.name}.vlens"
 
 
 @pytest.fixture
@@ -159,10 +132,10 @@ def test_a_summary_of_another_moment_than_the_manifest_is_not_believed(
 
 def test_a_second_writer_is_refused_and_a_dead_one_replaced(put, url: str, local: Recording, tmp_path: Path) -> None:
     store = ObjectStore(url)
-    with store.lease() as check:
+    with Lease(store) as lease:
         with pytest.raises(StorageError, match="another process is writing this recording"):
             put()
-        check()
+        lease.check()
     assert store.sizes() == {}
     store.put(LEASE, json.dumps({"owner": "killed", "beat": 3}).encode())  # nobody renews it
     put()
@@ -177,7 +150,7 @@ def test_of_many_that_replace_a_dead_writer_one_has_it(url: str) -> None:
     def try_it(number: int) -> None:
         together.wait()
         try:
-            with ObjectStore(url).lease():
+            with Lease(ObjectStore(url)):
                 came_in.append(number)
                 threading.Event().wait(1.5)
         except StorageError:
