@@ -244,6 +244,8 @@ def describe_run(
         "layers": [step.layer for step in model.plan.steps],
         "tokens": contexts.num_tokens,
         "documents": len(contexts.document_hash),
+        "groups": 1 + int(contexts.document_groups(options.groups).max()),
+        "ungrouped": sorted(name for name, measure in statistics.measures.items() if not measure.grouped),
         "provenance": dict(provenance),
         "left_out": dict(getattr(statistics, "left_out", {})),
     }

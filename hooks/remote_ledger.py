@@ -16,7 +16,7 @@ import numpy as np
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE, Lease
-from visitlens.hooks.ledger import Ledger, Shard, read_shard
+from visitlens.hooks.ledger import Ledger, Shard, in_groups_of, read_shard
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import SHARD_NAME, read_manifest
 from visitlens.hooks.untrusted import MAX_JSON_BYTES
@@ -95,7 +95,7 @@ class RemoteLedger(Ledger):
         self._same_run(manifest["run"])
         for entry in manifest["shards"]:
             self.take(Shard(entry, manifest["run"], {}, np.empty(0, np.uint64)))
-        self.totals, self.documents = totals, documents
+        self.totals, self.documents = in_groups_of(self.run, manifest["run"], totals), documents
         return {entry["name"] for entry in manifest["shards"]}
 
     def commit(self) -> None:

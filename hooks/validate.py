@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +15,7 @@ import numpy as np
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE
-from visitlens.hooks.ledger import Shard, all_documents, read_shard, write_caches
+from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_url
 from visitlens.hooks.recording import SHARD_NAME, Recording, committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
@@ -114,7 +114,7 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
         if problem:
             raise RecordingError(f"{path}: {problem}")
         documents = all_documents(shard.documents for shard in sound)
-        write_caches(path, _newest(sound), entries, sum_totals(sound), documents)
+        write_caches(path, _newest(sound), entries, sum_totals(sound, _newest(sound)), documents)
         for stale in (*path.glob("*.tmp"), *folder.glob("*.tmp")):
             stale.unlink()
         report.damage.clear()
@@ -122,11 +122,11 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
     return report
 
 
-def sum_totals(shards: list[Shard]) -> dict[str, GroupTotals]:
-    """Over shards; the first one's arrays are given away."""
+def sum_totals(shards: list[Shard], run: Mapping[str, Any]) -> dict[str, GroupTotals]:
+    """Over shards, in the document groups of `run`; the first one's arrays are given away."""
     totals: dict[str, GroupTotals] = {}
     for shard in shards:
-        schema.add_totals(totals, shard.totals)
+        schema.add_totals(totals, in_groups_of(run, shard.run, shard.totals))
     return totals
 
 
@@ -252,7 +252,7 @@ def _summary(report: Report, path: Path, sound: list[Shard]) -> None:
         return
     if not sound or report.damage or len(sound) != len(recording.shards):
         return  # there is nothing whole to compare it with
-    expected = sum_totals(sound)
+    expected = sum_totals(sound, recording.run)
     for name in sorted(expected.keys() | totals.keys()):
         if name not in expected or name not in totals or not _same(expected[name], totals[name]):
             report.damage.append(

@@ -36,7 +36,9 @@ def put(
     """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
     model, text, scratches = make_model(2), make_text(seed=6), iter(range(100))
 
-    def run(on_progress: Callable[[int, int], None] = lambda done, total: None, **options: Any) -> None:
+    def run(
+        on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any
+    ) -> None:
         collector = make_collector(model, text, MEASURES)
         chosen = RecordingOptions(level="tokens", **{"shard_tokens": 60, **options})
         scratch = tmp_path / f"scratch{next(scratches)}"
@@ -99,6 +101,21 @@ def test_what_is_recorded_there_is_what_a_folder_has(put, url: str, local: Recor
     assert len(seen) == 1 and ObjectStore(url).sizes() == before
     with pytest.raises(RecordingError, match="another configuration"):
         put(groups=3)
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+@pytest.mark.parametrize("lost", [(), ("summary.h5",)])
+def test_more_of_the_text_goes_on_though_documents_get_other_groups(
+    lost: tuple[str, ...], put, make_text, url: str, local: Recording, tmp_path: Path
+) -> None:
+    text = make_text(seed=6)
+    for tokens in (40, 90, text.num_tokens):
+        put(text=text.first_contexts(tokens))
+        for name in lost:
+            ObjectStore(url).delete(name)
+    put()
+    assert_same(url, local, tmp_path / "pulled.vlens")
+    assert len(Recording(url).run["extends"]) == 2 and validate(url).exit_code == 0
 
 
 @pytest.mark.parametrize("lost", [(), ("summary.h5",)])
