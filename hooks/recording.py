@@ -138,10 +138,17 @@ class Recording:
     def totals(self) -> dict[str, GroupTotals]:
         """Measure -> sums over all shards."""
         file = self.path / schema.SUMMARY
-        with passed(file, trusted=self.trusted) as gated:
-            if schema.read_header(gated.file, str(file))["run_uuid"] != self.run["run_uuid"]:
-                raise RecordingError(f"{file}: belongs to another run than the manifest")
-            return schema.read_totals(gated)
+        try:
+            with passed(file, trusted=self.trusted) as gated:
+                if schema.read_header(gated.file, str(file))["run_uuid"] != self.run["run_uuid"]:
+                    raise RecordingError(f"{file}: belongs to another run than the manifest")
+                return schema.read_totals(gated)
+        except RecordingError as error:
+            raise RecordingError(f"{error}{self._repairable()}") from error
+
+    def _repairable(self) -> str:
+        """What to try where the summary can't be read."""
+        return "" if self.fetched or self.damaged else "; `visitlens repair` rebuilds it from the shards"
 
     @cached_property
     def document_hashes(self) -> np.ndarray | None:
@@ -325,7 +332,7 @@ class Recording:
                 parts.append(self._files.use(self, shard, read))
         parts = [part for part in parts if part is not None]
         if not parts:
-            where = "" if tokens is None else f" for tokens {start}:{stop}"
+            where = "" if tokens is None else f" for tokens {start}:{stop}; it has {self.tokens:,} tokens"
             raise InputError(f"{self.place}: no dataset {name}{where}")
         return np.concatenate(parts, axis=1 if isinstance(lead, slice) else 0)
 

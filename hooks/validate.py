@@ -109,6 +109,7 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
         sync_folder(folder)
         if not sound:
             raise RecordingError(f"{path}: no sound shard to rebuild from")
+        report.notes += _lost(path, {shard.entry["name"] for shard in sound})
         entries = [shard.entry for shard in sound]
         problem = _one_run(sound) or _overlap(entries)
         if problem:
@@ -120,6 +121,15 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
         report.damage.clear()
         report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
     return report
+
+
+def _lost(path: Path, there: set[str]) -> list[str]:
+    """What the manifest, if it can be read, has beside those shards."""
+    try:
+        names = {shard["name"] for shard in read_manifest(path)["shards"]} - there
+    except RecordingError:
+        return []
+    return [f"{name} is gone: recording again fills the gap" for name in sorted(names)]
 
 
 def sum_totals(shards: list[Shard], run: Mapping[str, Any]) -> dict[str, GroupTotals]:

@@ -230,11 +230,8 @@ class LoopedMoE(HookedRootModule):
         """
         routed = RoutedSteps()
         logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
-        losses, steps, num_experts = (
-            self._token_loss(logits, tokens, segments),
-            len(routed.steps),
-            self.config.num_experts,
-        )
+        losses = self._token_loss(logits, tokens, segments)
+        steps, num_experts = len(routed.steps), self.config.num_experts
         slots = [torch.bincount(experts.flatten(), minlength=num_experts) for _, experts in routed.steps]
         counts = added_up(torch.cat([losses.isnan().logical_not().sum().view(1), *slots]))
         predicted, slots = counts[0], counts[1:].view(steps, num_experts)
