@@ -212,7 +212,7 @@ def _folder(report: Report, quick: bool, files: _Files) -> None:
         known = listed.get(entry["name"])
         if known is None:
             report.unfinished.append(
-                f"{entry['name']}: committed and not yet in the manifest; `visitlens repair` adds it"
+                f"{entry['name']}: committed and not yet in the manifest; recording on adds it, or `visitlens repair`"
             )
         elif wrong := [key for key, value in entry.items() if known[key] != value]:
             report.damage.append(f"{entry['name']}: {', '.join(wrong)} differ from the manifest's")
