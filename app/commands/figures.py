@@ -16,7 +16,7 @@ def figures(
     recordings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each."
+            help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each; s3://... too."
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("figures"),
