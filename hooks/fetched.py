@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.hooks import schema
-from visitlens.hooks.gate import passed
+from visitlens.hooks.gate import MAX_UNPACKED, passed
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.shards import check_room, commit, readable_bytes, storage_error
 from visitlens.hooks.untrusted import MAX_JSON_BYTES, parse_json
@@ -104,7 +104,7 @@ class Fetched:
             (self.folder / schema.SHARDS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error(error, self.folder) from error
-        summary = self.store.get(schema.SUMMARY)
+        summary = self.store.get(schema.SUMMARY, MAX_UNPACKED)
         if summary is not None:
             commit(self.folder / schema.SUMMARY, summary)
         commit(self.folder / schema.MANIFEST, data)
