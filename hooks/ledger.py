@@ -217,7 +217,10 @@ class Ledger:
             )
         self.shards = sorted([*self.shards, entry], key=lambda shard: shard["context_start"])
         if overlap := first_overlap(self.shards):
-            raise RecordingError(f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens")
+            raise RecordingError(
+                f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens: one of them is of an attempt that "
+                f"was thought lost. Remove {entry['name']} and run the same command again"
+            )
         schema.add_totals(self.totals, in_groups_of(self.run, shard.run, shard.totals))
         self.documents = all_documents([self.documents, shard.documents])
 

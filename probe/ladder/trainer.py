@@ -81,7 +81,7 @@ class _Wrapped(nn.Module):
         self.model, self.config = model, model.config
 
     def forward(self, *args: Tensor, training: bool = False, **options: Any) -> Any:
-        return self.model.training_loss(*args, _added_up) if training else self.model(*args, **options)
+        return self.model.training_loss(*args, added_up=_added_up) if training else self.model(*args, **options)
 
 
 class Trainer:

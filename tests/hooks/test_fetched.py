@@ -16,6 +16,7 @@ from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import RecordingError
+from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import pair_grid
 
 Run = Callable[..., tuple[int, str, str]]
@@ -113,7 +114,8 @@ def test_the_commands_that_read_take_an_address(run: Run, stored: str, local: Pa
         assert mine.read_text() == theirs.read_text()
     code, out, _ = run("compare", stored, local, "--json")
     assert code == 0 and all(row["difference"] == 0 for row in json.loads(out)["rows"])
-    assert pair_grid([stored]).looped.recording.place == stored
+    pair = pair_grid([stored])
+    assert isinstance(pair, Pair) and pair.looped is not None and pair.looped.recording.place == stored
     code, _, err = run("info", f"{stored}.nowhere")
     assert code == 1 and "no recording there" in err and err.count("error:") == 1
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ObjectStore:
 
 
 @pytest.fixture
-def left(store: ObjectStore) -> Callable[..., dict[str, Any]]:
+def left(store: ObjectStore) -> Iterator[Callable[..., dict[str, Any]]]:
     """`left(killed)`: a lease that another process of this machine doesn't renew; what it says."""
     processes = []
 
