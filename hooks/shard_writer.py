@@ -17,6 +17,7 @@ from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import committing
 from visitlens.hooks.sites import SITES
@@ -184,6 +185,6 @@ class ShardWriter:
         if self.store is None:
             return shard_
         try:
-            return self.store.put_shard(path, shard_)
+            return put_shard(self.store, path, shard_)
         finally:
             path.unlink()
