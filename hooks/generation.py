@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -215,7 +216,7 @@ def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Te
     def decode(new: Tensor, position: int) -> Tensor:
         options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
         result = model.model(new, **options)
-        if not (cache := cache_of(result)):
+        if not (cache := cache_of(result, model.model)):
             raise InputError(
                 f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
             )
@@ -225,12 +226,13 @@ def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Te
     return decode
 
 
-def cache_of(result: Any) -> dict[str, Any]:
-    """The argument that hands a forward's cache on to the next one; nothing where there is none."""
-    for name in ("cache", "past_key_values"):
-        if (cache := getattr(result, name, None)) is not None:
-            return {name: cache}
-    return {}
+def cache_of(result: Any, model: Any) -> dict[str, Any]:
+    """The argument that hands a forward's cache on to the next one; nothing where there is none. A model's own code may
+    take it by the name that transformers gave up."""
+    names = ("cache", "past_key_values")
+    cache = next((found for name in names if (found := getattr(result, name, None)) is not None), None)
+    takes = signature(model.forward).parameters
+    return {} if cache is None else {next((name for name in names if name in takes), names[0]): cache}
 
 
 def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:

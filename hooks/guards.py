@@ -197,7 +197,7 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
         for first, last in [(0, start), *((i, i + 1) for i in range(start, tokens.shape[1]))]:
             state = model.family.start(model.model, tokens[:, first:last], first)
             result = model.model(tokens[:, first:last], **{**model.family.call, "use_cache": True, **state, **held})
-            if not (held := cache_of(result)):
+            if not (held := cache_of(result, model.model)):
                 return Guard("cached generation", None, "the model returns no cache")
             for site in sites:
                 for step in _steps(captured, site):
