@@ -56,6 +56,11 @@ def record(
     generate: Annotated[
         int, typer.Option(help="Take each document as a prompt, and record what the model writes: tokens a prompt.")
     ] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of --generate: 0 takes the likeliest token, above 0 tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities sum to this.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the tokens drawn; kept in the recording.")] = 0,
     checks: Annotated[bool, typer.Option(help="Before recording, run the guards of a model of transformers.")] = True,
     synthetic: Annotated[
         str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
@@ -98,6 +103,9 @@ def record(
         ray_address=ray_address,
         synthetic=synthetic,
         generate=generate,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
         checks=checks,
         model_options=model_options(steps, trust_remote_code),
     )
