@@ -47,7 +47,7 @@ def discover(model: nn.Module, run: Run, tokens: Tensor) -> StepLedger:
     Raises:
         InputError: no module list holds a layer that ran.
     """
-    candidates = _layer_candidates(model)
+    candidates = layer_candidates(model)
     calls = _calls(candidates, run, tokens)
     ran = list(dict.fromkeys(calls))
     if not ran:
@@ -90,7 +90,7 @@ def follow(
     return StepLedger(plan, tuple(path for _, path in calls), tuple(tuple(p) for p in layers), seen, tuple(flags))
 
 
-def _layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
+def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Outermost members of module lists that hold weights; of a member that only wraps further lists, its members."""
     found: dict[str, nn.Module] = {}
 

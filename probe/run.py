@@ -313,6 +313,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
         "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",
         "threads": torch.get_num_threads(),
         "seed": request.seed if request.temperature else None,  # recording itself draws nothing at random
+        **({"model_options": dict(request.model_options)} if request.model_options else {}),
         **({"generation": {"new_tokens": request.generate, **request.sampling.to_dict()}} if request.generate else {}),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

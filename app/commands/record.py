@@ -7,11 +7,12 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from visitlens.app.console import comma_separated, console, loading, progress_shown, token_bounds
+from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
 
 if TYPE_CHECKING:
     from visitlens.probe.run import RunRequest
@@ -45,10 +46,10 @@ def record(
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
-    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
-    ] = False,
+    steps: Steps = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
@@ -107,7 +108,7 @@ def record(
         top_p=top_p,
         seed=seed,
         checks=checks,
-        model_options=model_options(steps, trust_remote_code),
+        model_options=model_options(steps, trust_remote_code, family, tie_copies),
     )
     with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:
         if request is not None:  # else another rank has done the work
@@ -125,9 +126,3 @@ def _record(request: RunRequest) -> None:
     with progress_shown() as show:
         run.record(partial(show, "recording"))
     typer.echo(request.url or request.out)
-
-
-def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:
-    """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    return options if steps is None else {**options, "steps": steps}
