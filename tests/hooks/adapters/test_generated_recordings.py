@@ -150,6 +150,8 @@ def test_the_command_draws_tokens_and_keeps_how(
     provenance = vl.open(tmp_path / "0.vlens").recording.provenance
     assert provenance["generation"] == {"new_tokens": 8, "temperature": 2.0, "top_p": 0.9, "seed": 3}
     assert provenance["seed"] == 3
+    code, out, _ = run("info", tmp_path / "0.vlens")
+    assert code == 0 and "up to 8 tokens a prompt, drawn at temperature 2.0, top_p 0.9, seed 3" in out
     rec = vl.record(
         tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "n.vlens", level="tokens", generate=8, seed=3, checks=False,
         temperature=2.0, top_p=0.9,
