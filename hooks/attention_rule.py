@@ -47,18 +47,18 @@ class AttentionRule:
         scores = q.transpose(-3, -2) @ spread.movedim(-3, -1) * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        scores = scores.masked_fill(~self.visible(k.shape[-3], q.device)[-q.shape[-3] :], -torch.inf)
+        scores = scores.masked_fill(~self.visible(k.shape[-3], q.device, q.shape[-3]), -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)
         slot = self.sinks.to(scores).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, slot], dim=-1).softmax(-1)[..., :-1]
 
-    def visible(self, length: int, device: torch.device | None = None) -> Tensor:
-        """[query, key] whether a query of a document sees a key."""
-        allowed = torch.ones(length, length, dtype=torch.bool, device=device)
-        if self.causal:
-            allowed = allowed.tril()
-        return allowed if self.window is None else allowed.triu(1 - self.window)
+    def visible(self, length: int, device: torch.device | None = None, queries: int | None = None) -> Tensor:
+        """[query, key] whether a query of a document sees a key; of the last `queries` alone, where given."""
+        keys = torch.arange(length, device=device)
+        own = keys[length - (queries or length) :].unsqueeze(1)
+        allowed = keys <= own if self.causal else torch.ones_like(keys + own, dtype=torch.bool)
+        return allowed if self.window is None else allowed & (keys > own - self.window)
 
 
 def map_overlaps(

@@ -141,7 +141,7 @@ class DocumentModel(InstrumentedModel):
         if after is None:
             return None
         if at is not None:
-            after = torch.where(per_token(at, site, before), after, before)
+            after = torch.where(per_token(at, site, before), after.to(before), before)
         new = _of_documents(self.part, site, after).reshape(value.shape)
         return None if not new.requires_grad and torch.equal(new, value) else new
 

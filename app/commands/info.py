@@ -40,9 +40,10 @@ def info(
         "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
         "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
     }
-    if how := stored.provenance.get("generation"):
-        drawn = f"drawn at temperature {how['temperature']}, top_p {how['top_p']}, seed {how['seed']}"
-        rows["generated"] = f"up to {how['new_tokens']} tokens a prompt, {drawn if how['temperature'] else 'greedily'}"
+    if isinstance(how := stored.provenance.get("generation"), dict):
+        drawn = f"drawn at temperature {how.get('temperature')}, top_p {how.get('top_p')}, seed {how.get('seed')}"
+        chosen = drawn if how.get("temperature") else "greedily"
+        rows["generated"] = f"up to {how.get('new_tokens')} tokens a prompt, {chosen}"
     for name, value in rows.items():
         typer.echo(f"{name:<10} {printable(value)}")
     for path, (kind, shape, size) in () if stored.damaged else stored.contents().items():
@@ -60,7 +61,7 @@ def info(
         typer.echo(f"\n{name} [{', '.join(measure.axes)}] in {measure.unit}\n  {measure.definition}  ({measure.paper})")
     left_out: dict[str, list[str]] = {}
     for name, why in stored.run.get("left_out", {}).items() if measures else ():
-        left_out.setdefault(why, []).append(name)
+        left_out.setdefault(str(why), []).append(name)
     for why, names in left_out.items():
         typer.echo(f"\nleft out: {printable(', '.join(names))}\n  {printable(why)}")
     raise typer.Exit(1 if stored.damaged else 0)

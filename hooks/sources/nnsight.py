@@ -19,7 +19,7 @@ from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.document_model import DocumentModel
 from visitlens.hooks.familiar_calls import FamiliarCalls
-from visitlens.hooks.guards import sample_tokens
+from visitlens.hooks.guards import difference, sample_tokens, tolerance
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -97,7 +97,9 @@ class NNsightModel(FamiliarCalls, DocumentModel):
         for site in sites:
             for step in self.plan.steps:
                 value = direct.held(site, step.index)
-                if value is not None and not torch.allclose(kept.at(site, step.index), value.cpu(), 1e-3, 1e-5):
+                if value is None:
+                    continue
+                if difference(kept.at(site, step.index), value.cpu()) > tolerance(self._adapted):
                     raise InputError(
                         f"nnsight's {site!r} at {step} isn't what was there: {self.config.family} writes over it in place after it is "
                         "read, and nnsight's cache keeps references. Use visitlens.adapt"
