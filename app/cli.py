@@ -9,13 +9,13 @@ import pkgutil
 import signal
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from visitlens import __version__
 from visitlens.app import commands
-from visitlens.app.console import console, plain
+from visitlens.app.console import console, log_shown, plain
 from visitlens.kernels.errors import VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -43,18 +43,22 @@ def main() -> None:
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # cleans up; a recording ends its context first
     try:
-        app(standalone_mode=True)
+        with log_shown():
+            app(standalone_mode=True)
     except VisitlensError as error:
-        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        console.print(f"[bold red]error:[/] {plain(message)}")
-        sys.exit(1)
+        _fail(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
+    except OSError as error:  # of a path that no command expected
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("torch", "transformer_lens", "safetensors", "tokenizers"):
             raise
-        console.print(
-            f"[bold red]error:[/] this command runs a model and needs {error.name}: pip install 'visitlens[model]'"
-        )
-        sys.exit(1)
+        _fail(f"this command runs a model and needs {error.name}: pip install 'visitlens[model]'")
     except KeyboardInterrupt:
         console.print("stopped; what is recorded is kept, and the same command goes on from there")
         sys.exit(130)
+
+
+def _fail(message: str) -> NoReturn:
+    """Unwrapped, so that a path can be copied."""
+    console.print(f"[bold red]error:[/] {plain(message)}", soft_wrap=True)
+    sys.exit(1)

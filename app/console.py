@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,25 @@ def counted(number: int, what: str) -> str:
 def comma_separated(text: str) -> tuple[str, ...]:
     """The parts of `a, b,c`."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+class _Lines(logging.Handler):
+    """What `hooks` logs, on the console."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console.print(plain(self.format(record)), soft_wrap=True)
+
+
+@contextmanager
+def log_shown() -> Iterator[None]:
+    """What takes time or matters, such as files that are fetched, is said."""
+    logger, lines = logging.getLogger("visitlens.hooks"), _Lines(logging.INFO)
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(lines)
 
 
 @contextmanager

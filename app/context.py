@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from visitlens.app.registry import Entry, Registry
+from visitlens.app.registry import Entry, Registry, without_folder
 from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
 from visitlens.kernels.errors import VisitlensError
@@ -148,8 +148,8 @@ def _first_readable(registry: Registry, ids: tuple[str, ...]) -> str:
 
 
 def said(error: VisitlensError, view: View) -> str:
-    """Its message without the folder that the recording lies in: who looks may be on another machine."""
-    return str(error).replace(f"{view.entry.path.parent}/", "") if view.entry else str(error)
+    """Its message, for a page."""
+    return without_folder(str(error), view.entry.place) if view.entry else str(error)
 
 
 def describe_needs(view: View, needs: Mapping[str, str] | tuple[str, ...]) -> str:

@@ -3,10 +3,10 @@ in the cache folder."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from visitlens.hooks.fetched import cache_folder
 from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
 from visitlens.probe.opened import open as open_recording
 
@@ -36,11 +36,6 @@ def demo_recordings(say: Callable[[str], None]) -> list[Path]:
         _ablate(paths[0])
         say(f"ablated every looped head of {NAMES['looped']}")
     return paths
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/visitlens`, by default below the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "visitlens"
 
 
 def _whole(path: Path) -> bool:

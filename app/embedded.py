@@ -52,7 +52,7 @@ def dashboard(
     proxy: str = "",
     port: int = 0,
 ) -> Embedded:
-    """Serves recordings, or folders of them, from this process.
+    """Serves recordings (at URLs too), or folders of them, from this process.
 
     Args:
         model: checkpoint folder, for the live probe and for token text.
@@ -65,10 +65,10 @@ def dashboard(
     """
     from waitress.server import create_server
 
-    paths = [run.recording.path if isinstance(run, RecordedRun) else Path(run) for run in runs]
+    places = [run.recording.place if isinstance(run, RecordedRun) else run for run in runs]
     port = port or _free_port()
     prefix = f"/{proxy.format(port=port).strip('/')}/" if proxy else "/"
-    context = Context(Registry(paths), Path(model) if model else None, prefix)
+    context = Context(Registry(places), Path(model) if model else None, prefix)
     application = behind_prefix(build(context, Access(framed=True)).server, prefix)
     server: Any = create_server(application, host="127.0.0.1", port=port, threads=4, clear_untrusted_proxy_headers=True)
     return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()

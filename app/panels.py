@@ -242,8 +242,8 @@ def stat_rows(stat: StatArray) -> list[dict[str, Any]]:
 
 def notebook(view: View, code: str) -> str:
     """The lines before it that open the recording."""
-    path = view.entry.path if view.entry else "run.vlens"
-    return f"import visitlens as vl\n\nrec = vl.open({str(path)!r})\n{code}\n"
+    place = view.entry.place if view.entry else "run.vlens"
+    return f"import visitlens as vl\n\nrec = vl.open({str(place)!r})\n{code}\n"
 
 
 def _number(value: Any) -> float | None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
+from visitlens.hooks.fetched import cache_folder
+from visitlens.hooks.object_store import is_url
 from visitlens.hooks.schema import MANIFEST, SUMMARY
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.figures.pair import Pair
@@ -20,6 +22,8 @@ from visitlens.probe.grid import Grid
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 
+Place = Path | str
+"""Of a recording: a path, or the URL of one in an object store."""
 _MOST_READ = 40
 """Recordings whose totals are kept in memory; of the one longest unused they are let go."""
 
@@ -29,27 +33,33 @@ class Entry:
     """One recording: `run`, or `error` saying why there is none. `version` changes when the files do."""
 
     id: str
-    path: Path
+    place: Place
     run: RecordedRun | None
     error: str
     version: str
 
     @property
     def name(self) -> str:
-        return self.path.name.removesuffix(".vlens")
+        return _name(self.place).removesuffix(".vlens")
 
 
 class Registry:
-    """`paths` are recordings, folders of recordings (looked through again at each `ids()`), or a folder with grid.json."""
+    """`places` are recordings, folders of recordings (looked through again at each `ids()`), a folder with grid.json, or URLs of
+    recordings, each of which is shown as it was at its first look."""
 
-    def __init__(self, paths: Iterable[Path] = ()) -> None:
+    def __init__(self, places: Iterable[Place] = ()) -> None:
         self._lock = RLock()
-        self._ids: dict[Path, str] = {}
+        self._ids: dict[Place, str] = {}
         self._known: dict[str, Entry] = {}
         self._read: OrderedDict[str, None] = OrderedDict()
-        self._sources: list[Path] = []
+        self._sources: list[Place] = []
         self.grid: Grid | None = None
-        for path in map(Path, paths):
+        for place in places:
+            if is_url(place):
+                open_recording(place)  # fetches it; what is wrong is said now
+                self._sources.append(str(place))
+                continue
+            path = Path(place)
             if not path.exists():
                 raise InputError(f"{path}: no such file or folder; make a recording with `visitlens record`")
             if path.name == "grid.json" or (path / "grid.json").is_file():
@@ -62,16 +72,16 @@ class Registry:
         """Of all recordings there are now, in the order given."""
         with self._lock:
             for source in self._sources:
-                for path in _recordings(source):
-                    if path not in self._ids:
-                        self._ids[path] = _unique(path, set(self._ids.values()))
+                for place in _recordings(source):
+                    if place not in self._ids:
+                        self._ids[place] = _unique(place, set(self._ids.values()))
             return tuple(self._ids.values())
 
     def entries(self) -> tuple[Entry, ...]:
         """All of them, as they are on disk now."""
         with self._lock:
             self.ids()
-            return tuple(self._entry(path, id_) for path, id_ in self._ids.items())  # listing isn't using
+            return tuple(self._entry(place, id_) for place, id_ in self._ids.items())  # listing isn't using
 
     def __contains__(self, id_: object) -> bool:
         return id_ in self.ids()
@@ -85,20 +95,20 @@ class Registry:
         with self._lock:
             if id_ not in self._ids.values():
                 self.ids()
-            path = next((path for path, known in self._ids.items() if known == id_), None)
-            if path is None:
+            place = next((place for place, known in self._ids.items() if known == id_), None)
+            if place is None:
                 raise KeyError(id_)
             if (known := self._known.get(id_)) and known.run is None:
                 del self._known[id_]  # perhaps it was locked, or half copied
-            entry = self._entry(path, id_)
+            entry = self._entry(place, id_)
             self._used(id_)
             return entry
 
-    def _entry(self, path: Path, id_: str) -> Entry:
-        version = _version(path)
+    def _entry(self, place: Place, id_: str) -> Entry:
+        version = _version(place)
         entry = self._known.get(id_)
         if entry is None or entry.version != version:
-            entry = self._known[id_] = _opened(id_, path, version)
+            entry = self._known[id_] = _opened(id_, place, version)
             self._used(id_)
         return entry
 
@@ -109,7 +119,7 @@ class Registry:
             oldest, _ = self._read.popitem(last=False)
             entry = self._known.pop(oldest)
             with suppress(RecordingError):  # it changed: the next look opens it
-                self._known[oldest] = replace(entry, run=entry.run and open_recording(entry.path))
+                self._known[oldest] = replace(entry, run=entry.run and open_recording(entry.place))
 
     def id_of(self, path: Path | None) -> str | None:
         """The id under which a path is known."""
@@ -150,40 +160,54 @@ class Registry:
         return Pair(entry.run, partner) if entry.run.looped else Pair(partner, entry.run)
 
 
-def _recordings(source: Path) -> Sequence[Path]:
+def _recordings(source: Place) -> Sequence[Place]:
     """A recording itself, or those in a folder, by name."""
+    if isinstance(source, str):
+        return [source]
     if (source / MANIFEST).is_file() or source.suffix == ".vlens" or not source.is_dir():
         return [source]
     return sorted(p for p in source.iterdir() if p.suffix == ".vlens" or (p / MANIFEST).is_file())
 
 
-def _unique(path: Path, taken: set[str]) -> str:
-    name = re.sub(r"[^a-z0-9._-]+", "-", path.name.removesuffix(".vlens").lower()).strip("-._")[:40] or "run"
+def _name(place: Place) -> str:
+    return Path(place).name
+
+
+def _unique(place: Place, taken: set[str]) -> str:
+    name = re.sub(r"[^a-z0-9._-]+", "-", _name(place).removesuffix(".vlens").lower()).strip("-._")[:40] or "run"
     number = 1
     while (id_ := name if number == 1 else f"{name}-{number}") in taken:
         number += 1
     return id_
 
 
-def _version(path: Path) -> str:
+def _version(place: Place) -> str:
     """Both files are replaced whole, so size, time and inode tell a new one."""
+    if isinstance(place, str):
+        return ""
     parts = []
     for name in (MANIFEST, SUMMARY):
         try:
-            stat = (path / name).stat()
+            stat = (place / name).stat()
             parts.append(f"{stat.st_mtime_ns}.{stat.st_size}.{stat.st_ino}")
         except OSError:
             parts.append("none")
     return "-".join(parts)
 
 
-def _opened(id_: str, path: Path, version: str) -> Entry:
+def _opened(id_: str, place: Place, version: str) -> Entry:
     try:
-        run = open_recording(path)
+        run = open_recording(place)
         if run.recording.shards:
             _ = run.recording.totals  # the summary, once: what is damaged shows here
     except (RecordingError, OSError, ValueError, KeyError, TypeError) as error:
-        return Entry(id_, path, None, str(error).replace(str(path.parent) + "/", ""), version)
+        return Entry(id_, place, None, without_folder(str(error), place), version)
     if not run.recording.shards:
-        return Entry(id_, path, None, f"{path.name}: being recorded; its first shard isn't written yet", version)
-    return Entry(id_, path, run, "", version)
+        return Entry(id_, place, None, f"{_name(place)}: being recorded; its first shard isn't written yet", version)
+    return Entry(id_, place, run, "", version)
+
+
+def without_folder(message: str, place: Place) -> str:
+    """A message about a recording without the folder it lies in: who looks may be on another machine."""
+    fetched = re.escape(str(cache_folder() / "fetched"))
+    return re.sub(rf"{fetched}/\w+/\w+/", "", message.replace(f"{str(place).rpartition('/')[0]}/", ""))

@@ -58,7 +58,9 @@ recording.
    refusal from it, since that can crash the process: the first error ends the shard, and nothing of it stays. One process writes a shard in a thread while the next one is computed.
 2. Summary, then manifest, are replaced in the same way. They are caches.
 3. The same command goes on at what is missing; shards that are there are never touched. Another configuration is refused. More of the same text (a larger `--max-tokens`) goes on
-   too, where documents are grouped by hash: the run's description then lists the shorter runs' configurations under `extends`.
+   too: the run's description then lists the shorter runs' configurations under `extends`. Where documents are groups of their own, more of them make other groups; the sums in
+   the shards of a shorter run stay as they are, and `regrouped` has the group here of each of its groups (since 1.2; `groups` is their number, `ungrouped` names the measures
+   that have one sum for all documents). With `--batch` the shorter run must end with a full one.
 4. One lock a recording: a second writer is refused and nothing is harmed. With `--workers`, each process has a lock of its own beside it; the driver alone
    writes summary and manifest, and commits what a killed worker had renamed but not reported. A task whose workers die three times is an error. A driver that
    starts again first waits for workers of the one that died: they end at their next context and commit nothing.
@@ -90,14 +92,15 @@ in it is not caught by these checks.
 
 | command | what | exit code |
 |---|---|---|
-| `visitlens validate PATH [--quick]` | a recording or one `.h5`: gate, every chunk, hashes, counts, gaps, overlaps, sums, provenance | 0 whole, 1 damaged or refused, 2 wrong command line, 3 sound but unfinished |
+| `visitlens validate PATH [--quick]` | a recording, a folder or at a URL, or one `.h5`: gate, every chunk, hashes, counts, gaps, overlaps, sums, provenance | 0 whole, 1 damaged or refused, 2 wrong command line, 3 sound but unfinished |
 | `visitlens repair PATH [--set-aside]` | manifest and summary from the shards; damaged shards aside, for recording again | 0, 1 |
 | `visitlens pack PATH`, `unpack FILE` | one file for sharing: `.tar.zst`, `.tar.gz` or `.tar`; unpacking passes the gate or leaves nothing | 0, 1 |
 | `visitlens merge A B ... -o OUT` | parts of one run, or runs of one configuration over different text; a document in two of them is refused (`--allow-duplicates`) | 0, 1 |
-| `visitlens pull URL` | a recording in an object store, checked | 0, 1 |
+| `visitlens pull URL` | a recording in an object store, checked, as a folder | 0, 1 |
 | `visitlens info PATH` | what is inside, with sizes and warnings | 0, 1 (also where shards are missing or cut) |
 | `visitlens export PATH WHAT -o FILE` | a statistic, per-token values, tokens, experts or activations as `.parquet`, `.csv`, `.npz`, `.safetensors` | 0, 1 |
 | `visitlens record ... --workers N [--engine ray]` | shards side by side | 0, 1, 130 after Ctrl-C |
+`PATH` of `validate`, `info`, `export`, `compare`, `figures`, `app` and `vl.open` may be the URL of a recording in an object store (docs/scale.md).
 """
 
 _SYMBOLS = {

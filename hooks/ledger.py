@@ -75,6 +75,31 @@ def check_hashes(path: Path, shards: Iterable[Mapping[str, Any]]) -> None:
                 raise RecordingError(f"{shard['name']} has another hash than its manifest says: damaged")
 
 
+def in_groups_of(
+    run: Mapping[str, Any], made_in: Mapping[str, Any], totals: dict[str, GroupTotals]
+) -> dict[str, GroupTotals]:
+    """Totals in the document groups of `run`: a shorter run that it goes on from (`made_in`) may have had others.
+
+    Raises:
+        RecordingError: groups that the run's description doesn't know of.
+    """
+    places = run.get("regrouped", {}).get(made_in.get("config_sha256"))
+    if places is None:
+        return totals
+    fixed = set(run.get("ungrouped", ()))
+    moved = {}
+    for name, of_measure in totals.items():
+        if name.rpartition(".")[2] in fixed:  # of generated texts, `decode.MEASURE` too
+            moved[name] = of_measure
+        elif len(of_measure.total) != len(places):
+            raise RecordingError(
+                f"{name} has {len(of_measure.total)} document groups, not the {len(places)} of its run"
+            )
+        else:
+            moved[name] = of_measure.regrouped(np.array(places), run["groups"])
+    return moved
+
+
 def all_documents(parts: Iterable[np.ndarray | None]) -> np.ndarray | None:
     """Hashes of the documents in any part, each once and rising; None where one part's aren't known."""
     known = [np.empty(0, np.uint64)]
@@ -192,8 +217,11 @@ class Ledger:
             )
         self.shards = sorted([*self.shards, entry], key=lambda shard: shard["context_start"])
         if overlap := first_overlap(self.shards):
-            raise RecordingError(f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens")
-        schema.add_totals(self.totals, shard.totals)
+            raise RecordingError(
+                f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens: one of them is of an attempt that "
+                f"was thought lost. Remove {entry['name']} and run the same command again"
+            )
+        schema.add_totals(self.totals, in_groups_of(self.run, shard.run, shard.totals))
         self.documents = all_documents([self.documents, shard.documents])
 
     def commit(self) -> None:
@@ -206,12 +234,22 @@ class Ledger:
         if run["config_sha256"] == self.run["config_sha256"]:
             self.run = run
         elif run["config_sha256"] not in (known := self.run.get("extends", [])):
-            self._check_beginning(run)
-            extends = list(dict.fromkeys([*known, *run.get("extends", []), run["config_sha256"]]))
-            self.run = {**self.run, "run_uuid": run["run_uuid"], "extends": extends}
+            places, older = self._places_of(run), [*run.get("extends", []), run["config_sha256"]]
+            moved = dict(self.run.get("regrouped", {}))
+            for sha in older:
+                there = run.get("regrouped", {}).get(sha)  # its groups among those of `run`, which are at `places` here
+                if now := there if places is None else [places[at] for at in there] if there else places:
+                    moved[sha] = now
+            self.run = {**self.run, "run_uuid": run["run_uuid"], "extends": list(dict.fromkeys([*known, *older]))}
+            if moved:
+                self.run["regrouped"] = moved
 
-    def _check_beginning(self, run: dict[str, Any]) -> None:
-        """Raises RecordingError unless `run` is of the first contexts of this text and alike in all else."""
+    def _places_of(self, run: dict[str, Any]) -> list[int] | None:
+        """The group here of each document group of `run`; None where they are the same.
+
+        Raises:
+            RecordingError: it isn't of the first contexts of this text, or not alike in all else.
+        """
         theirs, ours, contexts = run["config"], self.run["config"], self.contexts
         part = None
         if contexts is not None and {**theirs, "data_sha256": ""} == {**ours, "data_sha256": ""}:
@@ -222,16 +260,16 @@ class Ledger:
                 "Choose another path, or remove it"
             )
         before, after = (each.document_groups(ours["options"]["groups"]) for each in (part, contexts))
-        if (
-            len(part.tokens) % self.batch
-            or not np.array_equal(before, after[: len(before)])
-            or before.max() < after.max()
-        ):
+        if len(part.tokens) % self.batch:
             raise RecordingError(
-                f"{self.path}: holds the first {run['tokens']:,} tokens of this text and can't be gone on with: "
-                f"{'its last batch is not full' if len(part.tokens) % self.batch else 'more documents make other document groups'}. "
-                "Choose another path, or remove it"
+                f"{self.path}: holds the first {run['tokens']:,} tokens of this text and can't be gone on with: its last batch has "
+                f"{len(part.tokens) % self.batch} contexts, not {self.batch}. Choose another path, or remove it"
             )
+        if np.array_equal(before, after[: len(before)]) and before.max() == after.max():
+            return None
+        places = np.zeros(1 + before.max(), np.int64)
+        places[before] = after[: len(before)]
+        return places.tolist()
 
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()

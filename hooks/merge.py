@@ -14,7 +14,7 @@ from typing import Any
 
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
-from visitlens.hooks.ledger import all_documents, read_shard, write_caches
+from visitlens.hooks.ledger import all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, committing, sole_writer
@@ -106,6 +106,7 @@ def _sequence(parts: list[Recording], out: Path, allow_duplicates: bool) -> None
         )
     run = _joined_run(parts, hashes, len(shared))
     places, groups = _group_places(parts, hashes, run["config"]["options"]["groups"])
+    run["groups"] = groups
     grouped = {name for part in parts for name, t in part.totals.items() if t.total.shape[0] > 1} or set(
         parts[0].totals
     )
@@ -174,7 +175,7 @@ def _joined_run(parts: list[Recording], known: list[np.ndarray | None], shared: 
         "warnings": list(warnings),
     }
     return {
-        **first.run,
+        **{key: value for key, value in first.run.items() if key not in ("extends", "regrouped")},
         "run_uuid": str(uuid.uuid4()),
         "config_sha256": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
         "config": config,
@@ -229,7 +230,8 @@ def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups:
             if "token_start" in gated.attributes(name):
                 moved = int(gated.attributes(name)["token_start"]) + new["token_start"] - old["token_start"]
                 file[name].attrs["token_start"] = np.int64(moved)
-        totals = schema.read_totals(gated).items()
+        made_in = schema.read_header(gated.file, gated.where)
+        totals = in_groups_of(job.part.run, made_in, schema.read_totals(gated)).items()
         schema.write_totals(file, {name: _placed(t, job.groups, groups.get(name)) for name, t in totals})
         numbers = {name: new[name] for name in schema.SHARD_NUMBERS if name != "complete"}
         schema.write_header(file, run, {**numbers, "complete": 1})

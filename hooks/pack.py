@@ -10,7 +10,7 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +19,7 @@ from visitlens.hooks.ledger import check_hashes
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
 from visitlens.hooks.untrusted import held
-from visitlens.kernels.errors import InputError, RecordingError, UnavailableError
+from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(
@@ -33,13 +33,19 @@ def pack(path: Path, out: Path) -> Path:
     """Writes a recording into one file; `out` ends in .tar.zst, .tar.gz or .tar.
 
     Raises:
-        RecordingError: not a recording.
+        RecordingError: not a recording, or damaged: it couldn't be unpacked.
         InputError: another suffix, or `out` exists.
         UnavailableError: .tar.zst without the zstandard package.
         StorageError: no room.
     """
     recording = Recording(path)
     _refuse_existing(out)
+    if recording.damaged:
+        raise RecordingError(
+            f"{path}: {recording.damaged[0]}; a damaged recording isn't packed. `visitlens validate` says more"
+        )
+    _ = recording.totals
+    check_hashes(path, recording.shards)
     names = [schema.MANIFEST, schema.SUMMARY]
     names += [f"{schema.SHARDS}/{shard['name']}" for shard in recording.shards]
     names += [f"{schema.ANALYSES}/{name}" for name in recording.analyses]
@@ -57,7 +63,8 @@ def pack(path: Path, out: Path) -> Path:
         partial.rename(out)
         sync_folder(out.absolute().parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise storage_error(error, out) from error
     return out
 
@@ -68,6 +75,7 @@ def unpack(file: Path, out: Path) -> Path:
     Raises:
         RecordingError: not a packed recording, damaged, or its contents don't pass the gate.
         InputError: another suffix, or `out` exists.
+        StorageError: no room or no permission.
     """
     _refuse_existing(out)
     partial = out.with_name(out.name + ".unpacking")
@@ -101,6 +109,8 @@ def unpack(file: Path, out: Path) -> Path:
         sync_folder(out.absolute().parent)
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecordingError(f"{file}: not a packed recording, or damaged ({error})") from error
+    except OSError as error:
+        raise error if isinstance(error, StorageError) else storage_error(error, out) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out

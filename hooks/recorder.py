@@ -21,15 +21,17 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.lease import Lease
 from visitlens.hooks.ledger import Ledger
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.object_store import ObjectStore, RemoteLedger
+from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.remote_ledger import RemoteLedger
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.shards import check_room, sole_writer, wait_for_workers
-from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
+from visitlens.hooks.sites import ACTIVATION_SITES, check_sites, token_shape
 from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
@@ -180,9 +182,17 @@ def _report(on_progress: Callable[[int, int], None], before: int, total: int, to
 
 @contextmanager
 def open_ledger(
-    path: Path, run: Mapping[str, Any], contexts: PackedTokens, batch: int, per_token: int, url: str | None = None
+    path: Path,
+    run: Mapping[str, Any],
+    contexts: PackedTokens,
+    batch: int,
+    per_token: int,
+    url: str | None = None,
+    *,
+    scattered: bool = False,
 ) -> Iterator[Ledger]:
-    """The recording's state, under its writer's lock, once there is room for what is left.
+    """The recording's state, under its writer's lock, once there is room for what is left; `scattered` where other machines
+    compute shards.
 
     Raises:
         RecordingError: `path` holds something else, or a run with another configuration.
@@ -191,8 +201,8 @@ def open_ledger(
     state = (path, run, (contexts.segments >= 0).sum(1), batch, contexts)
     if url is not None:
         store = ObjectStore(url)
-        with sole_writer(path), store.lease() as check_lease:
-            remote = RemoteLedger(store, check_lease, *state)
+        with sole_writer(path), Lease(store, path, scattered=scattered) as lease:
+            remote = RemoteLedger(store, lease, *state)
             remote.refuse_foreign()
             remote.resume()
             yield remote
@@ -234,6 +244,8 @@ def describe_run(
         "layers": [step.layer for step in model.plan.steps],
         "tokens": contexts.num_tokens,
         "documents": len(contexts.document_hash),
+        "groups": 1 + int(contexts.document_groups(options.groups).max()),
+        "ungrouped": sorted(name for name, measure in statistics.measures.items() if not measure.grouped),
         "provenance": dict(provenance),
         "left_out": dict(getattr(statistics, "left_out", {})),
     }
@@ -251,16 +263,8 @@ def bytes_per_token(model: RunnableModel, statistics: TokenStatistics, options: 
     steps, config = len(model.plan), model.config
     total = 12 + steps * config.experts_per_token * 4
     total += 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
-    widths = {
-        "hidden": config.hidden_size,
-        "head": config.num_heads,
-        "kv_head": config.num_kv_heads,
-        "d": config.head_dim,
-    }
     for name in options.sites:
-        axes = SITES[name].axes
-        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
-        total += steps * dtype_of(model).itemsize * int(np.prod(width))
+        total += steps * dtype_of(model).itemsize * int(np.prod(token_shape(name, config)))
     if options.level == "maps":
         total += steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
     return total

@@ -18,8 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from visitlens.hooks import schema
+from visitlens.hooks.fetched import Fetched
 from visitlens.hooks.gate import Gated, open_gated, passed
 from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.object_store import PULL_FIRST, is_url, was_url
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.hooks.untrusted import read_json, real_folder
@@ -41,6 +43,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         RecordingError: none there, damaged, or another version.
     """
     file = path / schema.MANIFEST
+    if was_url(path):
+        raise RecordingError(f"{path}: {PULL_FIRST}")
     if not path.is_dir():
         kind = "a file: a recording is a folder; a packed one is opened by `visitlens unpack` first"
         raise RecordingError(
@@ -83,13 +87,16 @@ def first_overlap(shards: list[dict[str, Any]]) -> tuple[str, str] | None:
 
 
 class Recording:
-    """A recording on disk. `plan`, `config`, `provenance` describe the run; `totals` are the summary's sums.
+    """A recording: a folder, or the URL of one in an object store, of which `path` is then the local copy (`fetched.py`).
 
-    `trusted=True` is for recordings of your own: it spares the walk over every chunk, never the rest of the gate.
+    `plan`, `config`, `provenance` describe the run; `totals` are the summary's sums. `trusted=True` is for recordings of your
+    own: it spares the walk over every chunk, never the rest of the gate.
     """
 
     def __init__(self, path: str | Path, *, trusted: bool = False) -> None:
-        self.path, self.trusted = Path(path), trusted
+        self.place, self.trusted = str(path), trusted
+        self.fetched = Fetched(self.place) if is_url(path) else None
+        self.path = Path(path) if self.fetched is None else self.fetched.folder
         manifest = read_manifest(self.path)
         self.run: dict[str, Any] = manifest["run"]
         self.shards: list[dict[str, Any]] = manifest["shards"]
@@ -131,10 +138,17 @@ class Recording:
     def totals(self) -> dict[str, GroupTotals]:
         """Measure -> sums over all shards."""
         file = self.path / schema.SUMMARY
-        with passed(file, trusted=self.trusted) as gated:
-            if schema.read_header(gated.file, str(file))["run_uuid"] != self.run["run_uuid"]:
-                raise RecordingError(f"{file}: belongs to another run than the manifest")
-            return schema.read_totals(gated)
+        try:
+            with passed(file, trusted=self.trusted) as gated:
+                if schema.read_header(gated.file, str(file))["run_uuid"] != self.run["run_uuid"]:
+                    raise RecordingError(f"{file}: belongs to another run than the manifest")
+                return schema.read_totals(gated)
+        except RecordingError as error:
+            raise RecordingError(f"{error}{self._repairable()}") from error
+
+    def _repairable(self) -> str:
+        """What to try where the summary can't be read."""
+        return "" if self.fetched or self.damaged else "; `visitlens repair` rebuilds it from the shards"
 
     @cached_property
     def document_hashes(self) -> np.ndarray | None:
@@ -145,15 +159,20 @@ class Recording:
     @cached_property
     def damaged(self) -> tuple[str, ...]:
         """Shards that are missing or not of the size that the manifest says; by `stat` alone (`visitlens validate` reads)."""
-        folder, found = real_folder(self.path / schema.SHARDS), list[str]()
+        found = list[str]()
         for shard in self.shards:
-            file = folder / shard["name"]
-            size = file.stat().st_size if file.is_file() else None
+            size = self._size(shard["name"])
             if size != shard["bytes"]:
                 found.append(
                     f"{shard['name']}: {'missing' if size is None else f'{size:,} bytes'}, not {shard['bytes']:,}"
                 )
         return tuple(found)
+
+    def _size(self, shard: str) -> int | None:
+        if self.fetched is not None:
+            return self.fetched.size(shard)
+        file = real_folder(self.path / schema.SHARDS) / shard
+        return file.stat().st_size if file.is_file() else None
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -187,13 +206,13 @@ class Recording:
     def analysis(self, name: str) -> Any:
         """One of them: JSON of at most 16 MB."""
         if name not in self.analyses:
-            raise InputError(f"{self.path}: no analysis {name!r}; it has {', '.join(self.analyses) or 'none'}")
+            raise InputError(f"{self.place}: no analysis {name!r}; it has {', '.join(self.analyses) or 'none'}")
         return read_json(self.path / schema.ANALYSES / name)
 
     def contents(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """What is inside, from the first shard: dataset -> kind of number, shape there, stored bytes over all shards
-        (in proportion to tokens). Sums are left out."""
-        if not self.shards:
+        (in proportion to tokens). Sums are left out. Of a recording at a URL nothing, until that shard was read."""
+        if not self.shards or (self.fetched is not None and not self.fetched.has(self.shards[0]["name"])):
             return {}
         first = self.shards[0]
 
@@ -243,7 +262,7 @@ class Recording:
         check_sites([site])
         if site not in self.run["config"]["options"]["sites"]:
             raise RecordingError(
-                f"{self.path}: site {site!r} wasn't recorded (level {self.level}); record again with --level activations --sites {site}"
+                f"{self.place}: site {site!r} wasn't recorded (level {self.level}); record again with --level activations --sites {site}"
             )
         axes = SITES[site].axes
         if head is not None and axes[0] not in ("head", "kv_head"):
@@ -258,7 +277,7 @@ class Recording:
         """P of one step, [context, head, query, key] f2; of one packed context alone, [head, query, key]."""
         if self.level != "maps":
             raise RecordingError(
-                f"{self.path}: holds no attention maps (level {self.level}); record again with --level maps"
+                f"{self.place}: holds no attention maps (level {self.level}); record again with --level maps"
             )
         step = self.plan.step(layer, visit).index
         if context is None:
@@ -267,7 +286,7 @@ class Recording:
             at = context - shard["context_start"]
             if 0 <= at < shard["context_count"]:
                 return self._files.use(self, shard, lambda gated, shard, at=at: gated.read("attn/p", (at, step)))
-        raise InputError(f"{self.path}: no context {context}; it has {self.contexts}")
+        raise InputError(f"{self.place}: no context {context}; it has {self.contexts}")
 
     @property
     def contexts(self) -> int:
@@ -281,7 +300,7 @@ class Recording:
     def _needs(self, what: str) -> None:
         if self.level == "summary":
             raise RecordingError(
-                f"{self.path}: {what} aren't kept at level 'summary'; record again with --level tokens"
+                f"{self.place}: {what} aren't kept at level 'summary'; record again with --level tokens"
             )
 
     def _over_tokens(
@@ -313,8 +332,8 @@ class Recording:
                 parts.append(self._files.use(self, shard, read))
         parts = [part for part in parts if part is not None]
         if not parts:
-            where = "" if tokens is None else f" for tokens {start}:{stop}"
-            raise InputError(f"{self.path}: no dataset {name}{where}")
+            where = "" if tokens is None else f" for tokens {start}:{stop}; it has {self.tokens:,} tokens"
+            raise InputError(f"{self.place}: no dataset {name}{where}")
         return np.concatenate(parts, axis=1 if isinstance(lead, slice) else 0)
 
 
@@ -337,6 +356,8 @@ class _OpenFiles:
 
     def _get(self, path: Path, recording: Recording, shard: dict[str, Any]) -> Gated:
         if path not in self._open:
+            if recording.fetched is not None:
+                recording.fetched.fetch(shard)
             gated = open_gated(path, trusted=self.trusted, expected_bytes=shard["bytes"])
             try:
                 check_entry(gated, recording.run, shard)

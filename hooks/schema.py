@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from visitlens.hooks.gate import Gated
 
 FORMAT = "visitlens-recording"
-SCHEMA_VERSION = "1.1.0"
+SCHEMA_VERSION = "1.2.0"
 LEVELS = ("summary", "tokens", "activations", "maps")
 MANIFEST, SUMMARY, SHARDS, ANALYSES = "manifest.json", "summary.h5", "shards", "analyses"
 DOCUMENTS = "documents/hash"
@@ -215,7 +215,9 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
         counts = [run["tokens"], run["documents"], run["config"]["options"]["groups"], *run["layers"]]
         others = (run["config"]["model"], run["provenance"], run["config"]["measures"])
         level, sites = run["config"]["options"]["level"], run["config"]["options"]["sites"]
-        texts += run.get("extends", [])
+        texts += [*run.get("extends", []), *run.get("ungrouped", [])]
+        groups, places = run.get("groups", 1), [at for moved in run.get("regrouped", {}).values() for at in moved]
+        counts += [groups, *places]
         right = (
             all(isinstance(text, str) for text in texts)
             and all(type(count) is int and 0 <= count < 2**62 for count in counts)
@@ -223,10 +225,12 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
             and 0 < len(run["layers"]) <= MAX_STEPS
             and sum(n * (n - 1) // 2 for n in Counter(run["layers"]).values()) <= MAX_PAIRS
             and isinstance(sites, list)
+            and groups <= MAX_GROUPS
+            and max(places, default=-1) < groups
             and all(map(isinstance, others, (dict, dict, list)))
             and level in LEVELS
         )
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise RecordingError(f"{where}: the run's description lacks a field ({error!r:.200})") from error
     if not right:
         raise RecordingError(f"{where}: the run's description has a field of the wrong type or value")

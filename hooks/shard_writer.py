@@ -17,6 +17,7 @@ from visitlens.hooks.generation import replay
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import committing
 from visitlens.hooks.sites import SITES
@@ -95,9 +96,7 @@ class ShardWriter:
         after the context at hand and holds those before."""
         shard = ShardArrays(task)
         try:
-            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
-            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
-            with capture(self.model, self.sites) as captured, mode():
+            with capture(self.model, self.sites) as captured, torch.inference_mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)
@@ -184,6 +183,6 @@ class ShardWriter:
         if self.store is None:
             return shard_
         try:
-            return self.store.put_shard(path, shard_)
+            return put_shard(self.store, path, shard_)
         finally:
             path.unlink()

@@ -151,7 +151,7 @@ def check_room(folder: Path, needed: int) -> None:
         raise StorageError(
             errno.ENOSPC,
             f"{folder}: {readable_bytes(needed)} to write, {readable_bytes(free)} free. Free some space and run the same "
-            "command again: it goes on where it stopped",
+            "command again: a recording goes on where it stopped",
         )
 
 
@@ -197,7 +197,7 @@ def wait_for_workers(folder: Path, seconds: float = 60) -> None:
 
 def storage_error(error: OSError, path: Path) -> StorageError:
     hint = (
-        " Free some space and run the same command again: it goes on where it stopped"
+        " Free some space and run the same command again: a recording goes on where it stopped"
         if error.errno == errno.ENOSPC
         else ""
     )

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
-from visitlens.hooks.ledger import Shard, all_documents, read_shard, write_caches
-from visitlens.hooks.recording import Recording, committed_shards, first_overlap, read_manifest
+from visitlens.hooks.lease import LEASE
+from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
+from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_url
+from visitlens.hooks.recording import SHARD_NAME, Recording, committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.shards import sole_writer, sync_folder, wait_for_workers
+from visitlens.hooks.shards import check_room, sole_writer, sync_folder, wait_for_workers
 from visitlens.kernels.errors import InputError, RecordingError
 
 PROVENANCE = ("weights_sha256", "command", "created", "versions")
@@ -26,12 +30,13 @@ class Report:
     """What was found. `damage`: something is wrong; `unfinished`: what is there is right, more was meant to come;
     `notes`: worth knowing. `shards`, `tokens` count what is sound."""
 
-    path: Path
+    path: Path | str
     damage: list[str] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     shards: int = 0
     tokens: int = 0
+    one_file: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -39,18 +44,24 @@ class Report:
         return 1 if self.damage else 3 if self.unfinished else 0
 
 
-def validate(path: Path, *, quick: bool = False) -> Report:
-    """Checks a recording, or a single `.h5` of one. `quick` leaves out reading every chunk.
+def validate(path: str | Path, *, quick: bool = False) -> Report:
+    """Checks a recording, or a single `.h5` of one. `quick` leaves out reading every chunk. Of a URL every shard is fetched into a
+    scratch folder, one at a time.
 
     Raises:
         InputError: nothing there.
+        StorageError: what an object store says.
     """
-    report = Report(Path(path))
+    if is_url(path):
+        return _at_url(ObjectStore(str(path)), quick)
+    path = Path(path)
+    report = Report(path)
     if not path.exists():
         raise InputError(f"{path}: nothing there; expected a recording (a folder) or an .h5 file of one")
     if path.is_dir():
-        _folder(report, quick)
+        _folder(report, quick, _Files(path))
         return report
+    report.one_file = True
     try:
         check_file(path, quick=quick)
         report.shards = 1
@@ -81,10 +92,12 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
     """
     report = Report(Path(path))
     if not (path / schema.SHARDS).is_dir():
+        if was_url(path):
+            raise RecordingError(f"{path}: {PULL_FIRST}")
         raise RecordingError(f"{path}: no recording there; expected a folder with {schema.SHARDS}/")
     with sole_writer(path):
         wait_for_workers(path)
-        sound = _shards(report, quick=False)
+        sound = _shards(report, _Files(path), quick=False)
         if report.damage and not set_aside:
             raise RecordingError(
                 f"{report.damage[0]}. Restore that shard, or `visitlens repair --set-aside` moves it out of the way"
@@ -96,12 +109,13 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
         sync_folder(folder)
         if not sound:
             raise RecordingError(f"{path}: no sound shard to rebuild from")
+        report.notes += _lost(path, {shard.entry["name"] for shard in sound})
         entries = [shard.entry for shard in sound]
         problem = _one_run(sound) or _overlap(entries)
         if problem:
             raise RecordingError(f"{path}: {problem}")
         documents = all_documents(shard.documents for shard in sound)
-        write_caches(path, _newest(sound), entries, sum_totals(sound), documents)
+        write_caches(path, _newest(sound), entries, sum_totals(sound, _newest(sound)), documents)
         for stale in (*path.glob("*.tmp"), *folder.glob("*.tmp")):
             stale.unlink()
         report.damage.clear()
@@ -109,22 +123,82 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
     return report
 
 
-def sum_totals(shards: list[Shard]) -> dict[str, GroupTotals]:
-    """Over shards; the first one's arrays are given away."""
+def _lost(path: Path, there: set[str]) -> list[str]:
+    """What the manifest, if it can be read, has beside those shards."""
+    try:
+        names = {shard["name"] for shard in read_manifest(path)["shards"]} - there
+    except RecordingError:
+        return []
+    return [f"{name} is gone: recording again fills the gap" for name in sorted(names)]
+
+
+def sum_totals(shards: list[Shard], run: Mapping[str, Any]) -> dict[str, GroupTotals]:
+    """Over shards, in the document groups of `run`; the first one's arrays are given away."""
     totals: dict[str, GroupTotals] = {}
     for shard in shards:
-        schema.add_totals(totals, shard.totals)
+        schema.add_totals(totals, in_groups_of(run, shard.run, shard.totals))
     return totals
 
 
-def _folder(report: Report, quick: bool) -> None:
-    path = report.path
+def _at_url(store: ObjectStore, quick: bool) -> Report:
+    report = Report(store.url)
+    with TemporaryDirectory(prefix="visitlens-") as scratch:
+        files = _Stored(store, Path(scratch))
+        _folder(report, quick, files)
+    for found in (report.damage, report.unfinished, report.notes):
+        found[:] = [text.replace(scratch, store.url) for text in found]
+    if LEASE in files.sizes:
+        report.notes.append(f"{LEASE} is there: a process writes this recording, or died while it did")
+    return report
+
+
+class _Files:
+    """The folder of a recording and its shards, whatever a manifest says of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = [path.name for path in committed_shards(folder)]
+
+    def shards(self) -> Iterator[Path]:
+        for name in self.names:
+            yield self.folder / schema.SHARDS / name
+
+
+class _Stored(_Files):
+    """Of a recording in an object store: a scratch folder with manifest and summary, and each shard while it is looked at.
+
+    Raises:
+        InputError: nothing there.
+    """
+
+    def __init__(self, store: ObjectStore, scratch: Path) -> None:
+        self.store, self.folder, self.sizes = store, scratch, store.sizes()
+        if not self.sizes:
+            raise InputError(f"{store.url}: nothing there; expected a recording")
+        prefix = f"{schema.SHARDS}/"
+        names = (name.removeprefix(prefix) for name in self.sizes if name.startswith(prefix))
+        self.names = sorted(name for name in names if SHARD_NAME.fullmatch(name))
+        (scratch / schema.SHARDS).mkdir()
+        for name in (schema.MANIFEST, schema.SUMMARY):
+            if name in self.sizes:
+                store.download(name, scratch / name)
+
+    def shards(self) -> Iterator[Path]:
+        for name, path in zip(self.names, super().shards(), strict=True):
+            check_room(path.parent, self.sizes[f"{schema.SHARDS}/{name}"])
+            self.store.download(f"{schema.SHARDS}/{name}", path)
+            yield path
+            path.unlink()
+
+
+def _folder(report: Report, quick: bool, files: _Files) -> None:
+    path = files.folder
     try:
         manifest: dict[str, Any] | None = read_manifest(path)
     except RecordingError as error:
         report.damage.append(str(error))
         manifest = None
-    sound = _shards(report, quick)
+    sound = _shards(report, files, quick)
     entries = [shard.entry for shard in sound]
     report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
     report.damage += [problem for problem in (_one_run(sound), _overlap(entries)) if problem]
@@ -132,13 +206,13 @@ def _folder(report: Report, quick: bool) -> None:
         return
     run = manifest["run"]
     listed = {shard["name"]: shard for shard in manifest["shards"]}
-    there = {p.name for p in committed_shards(path)}
+    there = set(files.names)
     report.damage += [f"{name}: in the manifest and not on disk" for name in sorted(set(listed) - there)]
     for entry in entries:
         known = listed.get(entry["name"])
         if known is None:
             report.unfinished.append(
-                f"{entry['name']}: committed and not yet in the manifest; `visitlens repair` adds it"
+                f"{entry['name']}: committed and not yet in the manifest; recording on adds it, or `visitlens repair`"
             )
         elif wrong := [key for key, value in entry.items() if known[key] != value]:
             report.damage.append(f"{entry['name']}: {', '.join(wrong)} differ from the manifest's")
@@ -155,13 +229,13 @@ def _folder(report: Report, quick: bool) -> None:
         report.notes.append(f"provenance lacks {', '.join(absent)}")
     if stale := [p.name for p in (*path.glob("*.tmp"), *(path / schema.SHARDS).glob("*.tmp"))]:
         report.notes.append(f"left behind by a writer that died: {', '.join(stale[:4])}; resuming removes it")
-    _summary(report, sound)
+    _summary(report, path, sound)
 
 
-def _shards(report: Report, quick: bool) -> list[Shard]:
+def _shards(report: Report, files: _Files, quick: bool) -> list[Shard]:
     """The sound ones in order of tokens; what is wrong with the others goes into the report."""
     sound = []
-    for path in committed_shards(report.path):
+    for path in files.shards():
         try:
             shard = read_shard(path)
             if not quick:
@@ -173,12 +247,12 @@ def _shards(report: Report, quick: bool) -> list[Shard]:
     return sorted(sound, key=lambda shard: shard.entry["context_start"])
 
 
-def _summary(report: Report, sound: list[Shard]) -> None:
+def _summary(report: Report, path: Path, sound: list[Shard]) -> None:
     """The summary against the sum of the shards, and what else the folder holds."""
     try:
-        recording = Recording(report.path)
+        recording = Recording(path)
         totals = recording.totals
-        with passed(report.path / schema.SUMMARY) as gated:
+        with passed(path / schema.SUMMARY) as gated:
             gated.check_data()
         report.notes += [warning for warning in recording.warnings if not warning.startswith(("unfinished", "damaged"))]
         for name in recording.analyses:
@@ -188,7 +262,7 @@ def _summary(report: Report, sound: list[Shard]) -> None:
         return
     if not sound or report.damage or len(sound) != len(recording.shards):
         return  # there is nothing whole to compare it with
-    expected = sum_totals(sound)
+    expected = sum_totals(sound, recording.run)
     for name in sorted(expected.keys() | totals.keys()):
         if name not in expected or name not in totals or not _same(expected[name], totals[name]):
             report.damage.append(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.hooks.shards import storage_error
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES
 from visitlens.kernels.errors import InputError, UnavailableError
 from visitlens.probe.measure import StatArray
@@ -48,16 +49,22 @@ def choose(
     `tokens` (ids, segments, positions); `experts` (with gates) or an activation site, at one layer and visit.
 
     Raises:
-        InputError: no such name, or a layer and visit are missing.
+        InputError: no such name, a layer and visit are missing, or what was chosen of doesn't have it.
         RecordingError: the recording doesn't hold it.
     """
     recording = run.recording
     about = {"what": what, **run.provenance, "tokens": list(tokens) if tokens else None}
     first = tokens[0] if tokens else 0
+    one_step, by_token = what == "experts" or what in ACTIVATION_SITES, what == "tokens" or per_token
+    given = {"layer": None if one_step else layer, "visit": None if one_step else visit}
+    given |= {"head": None if what in ACTIVATION_SITES else head, "tokens": None if one_step or by_token else tokens}
+    if unused := [f"--{name}" for name, value in given.items() if value is not None]:
+        hint = "; --per-token has a measure's value for each token" if "--tokens" in unused else ""
+        raise InputError(f"{what} isn't chosen from by {', '.join(unused)}{hint}")
     if what == "tokens":
         table = recording.token_table(tokens)
         return Export(what, table, ("token",), _numbered(first, len(table["id"])), about)
-    if what == "experts" or what in ACTIVATION_SITES:
+    if one_step:
         if layer is None or visit is None:
             raise InputError(f"{what}: name a layer and a visit, for example --layer 3 --visit 2")
         about |= {"layer": layer, "visit": visit, "head": head}
@@ -93,12 +100,16 @@ def write(export: Export, out: Path) -> Path:
     Raises:
         InputError: another ending.
         UnavailableError: Parquet without pyarrow.
+        StorageError: no room, no permission, or no such place.
     """
     writers = {".parquet": _parquet, ".csv": _csv, ".npz": _npz, ".safetensors": _safetensors}
     if out.suffix not in writers:
         raise InputError(f"{out}: expected a name that ends in {', '.join(FORMATS)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    writers[out.suffix](export, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        writers[out.suffix](export, out)
+    except OSError as error:
+        raise storage_error(error, out) from error
     return out
 
 

@@ -36,7 +36,8 @@ _NORM_MEASURES = {
 
 
 def open(path: str | Path, *, trusted: bool = False) -> RecordedRun:
-    """Opens a recording folder; reads its manifest now, its summary at the first statistic, arrays only when asked.
+    """Opens a recording, a folder or `s3://bucket/run.vlens`; reads its manifest now, its summary at the first statistic, arrays only
+    when asked (of a URL, shards are fetched then).
 
     Every file is checked before its data are read (docs/recording.md); `trusted=True`, for recordings of your own, spares
     the costly part of that.
@@ -122,8 +123,8 @@ class RecordedRun:
             hint = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(self.measures)}"
             why = "" if self.looped else " (an unlooped model has one visit a layer, so nothing to compare)"
             if reason := self.recording.run.get("left_out", {}).get(name):
-                raise RecordingError(f"{self.recording.path}: {name} was left out of this model: {reason}")
-            raise RecordingError(f"{self.recording.path}: no measure {name!r}{why}; {hint}")
+                raise RecordingError(f"{self.recording.place}: {name} was left out of this model: {reason}")
+            raise RecordingError(f"{self.recording.place}: no measure {name!r}{why}; {hint}")
         if name in self._stats:
             return self._stats[name]
         grouped = totals.total.shape[0] == self.groups
@@ -343,7 +344,7 @@ class RecordedRun:
     def _pairs(self, visits: tuple[int, int] | None) -> tuple[Any, ...]:
         if not self.looped:
             raise RecordingError(
-                f"{self.recording.path}: an unlooped model has one visit a layer, so there are no visits to compare"
+                f"{self.recording.place}: an unlooped model has one visit a layer, so there are no visits to compare"
             )
         return self.plan.visit_pairs(*visits) if visits else self.plan.visit_pairs()
 

@@ -52,7 +52,7 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
         gpus = 1 if request.device.startswith("cuda") else 0
         remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=MAX_RETRIES)(write_shard)
         state = (request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token, request.url)
-        with open_ledger(*state) as ledger:
+        with open_ledger(*state, scattered=True) as ledger:
             tasks = ledger.tasks(tokens_per_shard(request.options, per_token), request.workers)
             shared = ray.put((request, prepared.contexts, ledger.run))
             running: list[Any] = []

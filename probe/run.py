@@ -283,7 +283,7 @@ def plan_recording(
     """
     if is_url(out):
         raise InputError(
-            f"{out}: expected a folder; `visitlens record` writes into object stores, `visitlens pull` reads"
+            f"{out}: expected a folder; `visitlens record` writes into object stores, and `visitlens.open` reads there"
         )
     options = RecordingOptions(level=level, sites=tuple(sites))
     request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)

@@ -217,7 +217,9 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(run, checkpoints, 
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-        _refused(run("record", checkpoints["looped"], text, "--out", out), "free", "goes on where it stopped")
+        _refused(
+            run("record", checkpoints["looped"], text, "--out", out), "free", "a recording goes on where it stopped"
+        )
     assert run("record", checkpoints["looped"], text, "--out", out)[0] == 0
 
 

@@ -13,7 +13,7 @@ from visitlens.kernels.errors import InputError, UnavailableError
 
 def app(
     recordings: Annotated[
-        list[Path] | None, typer.Argument(help="Recordings, folders of them, or a grid folder.")
+        list[str] | None, typer.Argument(help="Recordings, folders of them, or a grid folder; s3://... too.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint folder: for the live probe, and for token text.")
@@ -44,14 +44,14 @@ def app(
         raise InputError(f"{model}: no config.json there; --model takes a checkpoint folder")
     secret = make_token() if token == "auto" else token
     access = Access(host, secret, tuple(allow_host or ()))
-    paths = list(recordings or [])
+    places: list[Path | str] = [*(recordings or [])]
     if demo:
         from visitlens.app.demo import demo_recordings
         from visitlens.probe.bundled import PAIR
 
-        paths += demo_recordings(lambda text: console.print(plain(text)))
+        places += demo_recordings(lambda text: console.print(plain(text)))
         model = model or PAIR["looped"]
-    context = Context(Registry(paths), model, clean_prefix(prefix))
+    context = Context(Registry(places), model, clean_prefix(prefix))
 
     def ready(port: int) -> None:
         name = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host

@@ -21,8 +21,8 @@ class By(StrEnum):
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(help="A recording.")],
-    b: Annotated[Path, typer.Argument(help="Another; differences are this one minus the first.")],
+    a: Annotated[str, typer.Argument(help="A recording: a folder, or s3://... .")],
+    b: Annotated[str, typer.Argument(help="Another; differences are this one minus the first.")],
     by: Annotated[
         By, typer.Option(help="One row a measure, a physical layer, or an execution step (layer·visit).")
     ] = By.mean,

@@ -9,7 +9,7 @@ import typer
 
 
 def export(
-    recording: Annotated[Path, typer.Argument(help="A recording.")],
+    recording: Annotated[str, typer.Argument(help="A recording: a folder, or s3://... .")],
     what: Annotated[
         str,
         typer.Argument(

@@ -14,9 +14,9 @@ from visitlens.kernels.errors import InputError
 
 def figures(
     recordings: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
-            help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each."
+            help="A folder with grid.json; or a looped model's recording and its Baseline's; or several of each; s3://... too."
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files.")] = Path("figures"),

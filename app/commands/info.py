@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from visitlens.app.console import counted
 
 
 def info(
-    recording: Annotated[Path, typer.Argument(help="A recording.")],
+    recording: Annotated[str, typer.Argument(help="A recording: a folder, or s3://... .")],
     measures: Annotated[bool, typer.Option("--measures", help="List every measure with its definition.")] = False,
 ) -> None:
     """Say what a recording holds and where it comes from. Exit code 1 where shards are missing or cut."""
@@ -46,10 +45,13 @@ def info(
         rows["generated"] = f"up to {how.get('new_tokens')} tokens a prompt, {chosen}"
     for name, value in rows.items():
         typer.echo(f"{name:<10} {printable(value)}")
-    for path, (kind, shape, size) in () if stored.damaged else stored.contents().items():
+    contents = {} if stored.damaged else stored.contents()
+    for path, (kind, shape, size) in contents.items():
         typer.echo(f"  {path:<26} {kind} {'x'.join(map(str, shape)):<20} {readable_bytes(size)}")
     for name in stored.analyses:
         typer.echo(f"analysis   {name}")
+    if stored.fetched is not None:
+        typer.echo(f"copy       {stored.path}" + ("" if contents else "  (no shard in it yet)"))
     for warning in stored.warnings:
         typer.echo(f"warning    {printable(warning)}")
     for note in config.get("notes", ()):

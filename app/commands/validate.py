@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,7 +10,7 @@ from visitlens.app.console import console, counted, plain
 
 
 def validate(
-    path: Annotated[Path, typer.Argument(help="A recording, or a single .h5 file of one.")],
+    path: Annotated[str, typer.Argument(help="A recording, a folder or s3://... ; or a single .h5 file of one.")],
     quick: Annotated[bool, typer.Option("--quick", help="Don't read every chunk: structure, hashes, counts.")] = False,
 ) -> None:
     """Check a recording: every file through the gate, checksums, counts, gaps, sums, provenance.
@@ -31,7 +30,9 @@ def validate(
             console.print(f"[{colour}]{kind}:[/] {plain(printable(what))}", soft_wrap=True)
     state = {0: "whole", 1: "damaged or refused", 3: "sound, unfinished"}[report.exit_code]
     held = (
-        f"{counted(report.shards, 'sound shard')}, {counted(report.tokens, 'token')}" if path.is_dir() else "one file"
+        f"{counted(report.shards, 'sound shard')}, {counted(report.tokens, 'token')}"
+        if not report.one_file
+        else "one file"
     )
     typer.echo(f"{path}: {state} ({held})")
     raise typer.Exit(report.exit_code)

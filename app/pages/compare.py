@@ -72,7 +72,7 @@ def layout(view: View) -> list[Any]:
     )
     drawn = [Line(names[0], first, looks[0]), Line(names[1], second, looks[1])]
     x_title = _WAYS[way] + (", numbered in order" if way == "step" else "")
-    code = f"other = vl.open({str(other.recording.path)!r})\nrec.stat({name!r}).plot(), other.stat({name!r}).plot()"
+    code = f"other = vl.open({other.recording.place!r})\nrec.stat({name!r}).plot(), other.stat({name!r}).plot()"
     items: list[Any] = [
         lines_panel(view, "both", first.measure.title, drawn, code, x_title=x_title, tools=[chips], wide=True)
     ]

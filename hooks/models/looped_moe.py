@@ -10,6 +10,7 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -219,17 +220,28 @@ class LoopedMoE(HookedRootModule):
         """[..., vocab] from the residual stream [..., H] after the last step."""
         return self._unembed(self.ln_final(x))
 
-    def training_loss(self, tokens: Tensor, segments: Tensor) -> TrainingLoss:
-        """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses."""
+    def training_loss(
+        self, tokens: Tensor, segments: Tensor, added_up: Callable[[Tensor], Tensor] = lambda counts: counts
+    ) -> TrainingLoss:
+        """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses.
+
+        Of one process's part of a batch, with `added_up` summing counts over all of them: its share of each, over all tokens of
+        the batch. The shares, and so their gradients, add up to those of the batch in one process, however uneven its documents.
+        """
         routed = RoutedSteps()
         logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
-        cross_entropy = self._token_loss(logits, tokens, segments).nanmean()
+        losses = self._token_loss(logits, tokens, segments)
+        steps, num_experts = len(routed.steps), self.config.num_experts
+        slots = [torch.bincount(experts.flatten(), minlength=num_experts) for _, experts in routed.steps]
+        counts = added_up(torch.cat([losses.isnan().logical_not().sum().view(1), *slots]))
+        predicted, slots = counts[0], counts[1:].view(steps, num_experts)
+        cross_entropy = losses.nansum() / predicted
         balance = z = logits.new_zeros(())
-        for router_logits, experts in routed.steps:
-            num_experts = router_logits.shape[1]
-            load = torch.bincount(experts.flatten(), minlength=num_experts) / experts.numel()
-            balance = balance + num_experts * (load * router_logits.softmax(-1).mean(0)).sum() / len(routed.steps)
-            z = z + router_logits.logsumexp(-1).square().mean() / len(routed.steps)
+        for (router_logits, experts), used in zip(routed.steps, slots, strict=True):
+            routed_tokens = used.sum() // experts.shape[1]
+            share = router_logits.softmax(-1).sum(0) / routed_tokens
+            balance = balance + num_experts * (used / used.sum() * share).sum() / steps
+            z = z + router_logits.logsumexp(-1).square().sum() / routed_tokens / steps
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
 

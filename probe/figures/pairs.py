@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from visitlens.hooks.object_store import is_url
 from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid, GridCell, selected
@@ -110,7 +111,11 @@ class PairGrid:
 
 
 def pair_grid(
-    recordings: Iterable[Path], *, scales: Iterable[str] = (), levels: Iterable[str] = (), name: str = "recordings"
+    recordings: Iterable[Path | str],
+    *,
+    scales: Iterable[str] = (),
+    levels: Iterable[str] = (),
+    name: str = "recordings",
 ) -> Pair | PairGrid:
     """What some paths are: a folder with `grid.json`, a looped recording and its Baseline in any order, or several looped
     recordings, each with the Baseline (as many as there are, in order), as scales of one row. `scales` and `levels` choose
@@ -119,17 +124,18 @@ def pair_grid(
     Raises:
         InputError: nothing, Baselines that can't be told apart, or a scale or level that isn't there.
     """
-    paths = list(recordings)
-    if not paths:
+    places = list(recordings)
+    paths = [Path(place) for place in places if not is_url(place)]
+    if not places:
         raise InputError("name recordings, or a folder with grid.json")
     grids = [path for path in paths if (path / "grid.json").is_file() or path.name == "grid.json"]
     if grids:
-        if len(paths) > 1:
-            raise InputError(f"expected one grid alone, got {', '.join(map(str, paths))}")
+        if len(places) > 1:
+            raise InputError(f"expected one grid alone, got {', '.join(map(str, places))}")
         return PairGrid.open(selected(Grid.read(grids[0]), scales, levels))
     if tuple(scales) or tuple(levels):
         raise InputError("scales and levels choose among those of a grid: name a folder with grid.json")
-    runs = [open_recording(path) for path in paths]
+    runs = [open_recording(place) for place in places]
     looped, baselines = [r for r in runs if r.looped], [r for r in runs if not r.looped]
     if len(looped) <= 1 and len(baselines) <= 1:
         return Pair(looped[0] if looped else None, baselines[0] if baselines else None)

@@ -1,7 +1,7 @@
 """One model in training: AdamW, warm-up, constant rate, cosine decay; its exact state on disk; one process or several.
 
-Run under `torchrun`, every process takes its share of each batch and torch's DistributedDataParallel averages the
-gradients. With bfloat16 the model computes in it and the optimiser keeps float32 weights.
+Run under `torchrun`, every process takes its contexts of each batch, and gradients are those of one process on all of it: a
+token weighs the same in whichever process it is, and experts' loads are those of the whole batch. With bfloat16 the model computes in it and the optimiser keeps float32 weights.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Wrapped(nn.Module):
         self.model, self.config = model, model.config
 
     def forward(self, *args: Tensor, training: bool = False, **options: Any) -> Any:
-        return self.model.training_loss(*args) if training else self.model(*args, **options)
+        return self.model.training_loss(*args, added_up=_added_up) if training else self.model(*args, **options)
 
 
 class Trainer:
@@ -144,12 +144,14 @@ class Trainer:
         tokens, segments = (torch.from_numpy(a) for a in self.stream.next_batch())
         mine = slice(self.rank, None, self.world)
         loss = self._trained(tokens[mine].to(self.device), segments[mine].to(self.device), training=True)
-        loss.total.backward()
+        (loss.total * self.world).backward()  # shares of one loss, whose gradients are averaged
         self._gradients_to_weights()
+        parts = torch.stack([loss.total, loss.cross_entropy, loss.load_balance, loss.router_z]).detach()
+        total, cross_entropy, load_balance, router_z = _added_up(parts).tolist()
         norm = _whole(torch.nn.utils.clip_grad_norm_(self._weights.values(), self.recipe.clip))
         if not torch.isfinite(norm):  # the same in every process
             raise VisitlensError(
-                f"the loss is {float(loss.total.detach())}, its gradient {float(norm)} after {self.seen:,} tokens: training has diverged. The last checkpoint is kept; try a lower learning rate"
+                f"the loss is {total}, its gradient {float(norm)} after {self.seen:,} tokens: training has diverged. The last checkpoint is kept; try a lower learning rate"
             )
         self.optimizer.step()
         self._weights_to_model()
@@ -158,9 +160,9 @@ class Trainer:
         self.seconds += time.process_time() - began
         return {
             "tokens": self.seen,
-            "loss": loss.cross_entropy.item(),
-            "load_balance": loss.load_balance.item(),
-            "router_z": loss.router_z.item(),
+            "loss": cross_entropy,
+            "load_balance": load_balance,
+            "router_z": router_z,
             "gradient_norm": norm.item(),
             "learning_rate": rate,
         }
@@ -224,6 +226,13 @@ def _whole(value: Tensor) -> Tensor:
 def _divided(value: Tensor, like: Tensor) -> Tensor:
     """This process's part of a whole tensor, if `like` is divided."""
     return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def _added_up(value: Tensor) -> Tensor:
+    """Over all processes."""
+    if _rank_and_world()[1] > 1:
+        distributed.all_reduce(value)
+    return value
 
 
 def _rank_and_world() -> tuple[int, int]:

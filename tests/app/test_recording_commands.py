@@ -118,3 +118,70 @@ def test_a_hostile_recording_is_one_line_of_error_for_every_command(run: Run, re
     assert run("validate", recording)[0] == 1
     assert run("repair", recording)[0] == 0 and not (recording / "summary.h5").is_symlink()
     assert run("validate", recording)[0] == 0
+
+
+def test_a_damaged_recording_is_not_packed(run: Run, recording: Path, tmp_path: Path) -> None:
+    """It couldn't be unpacked, and the original might be deleted by then."""
+    data, summary = first_shard(recording).read_bytes(), (recording / "summary.h5").read_bytes()
+    for file, wrong in (
+        (first_shard(recording), data[:-1] + b"?"),
+        (first_shard(recording), b""),
+        (recording / "summary.h5", summary[:-9]),
+    ):
+        before = file.read_bytes()
+        file.write_bytes(wrong)
+        code, _, err = run("pack", recording, "-o", tmp_path / "p.tar.gz")
+        assert code == 1 and err.count("error:") == 1 and file.name in err and not (tmp_path / "p.tar.gz").exists()
+        file.write_bytes(before)
+    assert run("pack", recording, "-o", tmp_path / "p.tar.gz")[0] == 0
+
+
+def test_what_repair_can_mend_says_so_and_what_it_cannot_is_told(run: Run, recording: Path) -> None:
+    (recording / "summary.h5").unlink()
+    code, _, err = run("info", recording)
+    assert code == 1 and "`visitlens repair` rebuilds it from the shards" in err
+    manifest = json.loads((recording / "manifest.json").read_text())
+    lost = {**manifest["shards"][0], "name": "w00-000009.h5", "seq": 9}
+    for unit in ("token", "context"):
+        lost[f"{unit}_start"] += lost[f"{unit}_count"]
+    (recording / "manifest.json").write_text(json.dumps({**manifest, "shards": [*manifest["shards"], lost]}))
+    assert "`visitlens repair`" not in run("info", recording)[2]  # a lost shard isn't mended by that
+    code, _, err = run("repair", recording)
+    assert code == 0 and "w00-000009.h5 is gone: recording again fills the gap" in err
+    assert run("validate", recording)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "unused"),
+    [
+        (["sink_mass", "--tokens", "0:9"], "--tokens; --per-token has"),
+        (["sink_mass", "--layer", 1, "--visit", 2], "--layer, --visit"),
+        (["sink_mass", "--per-token", "--head", 0], "--head"),
+        (["tokens", "--layer", 1], "--layer"),
+        (["experts", "--layer", 1, "--visit", 1, "--head", 0], "--head"),
+    ],
+)
+def test_a_choice_that_would_be_ignored_is_refused(
+    run: Run, recording: Path, tmp_path: Path, chosen: list[object], unused: str
+) -> None:
+    out = tmp_path / "x.csv"
+    code, _, err = run("export", recording, *chosen, "-o", out)
+    assert code == 1 and f"{chosen[0]} isn't chosen from by {unused}" in err and not out.exists()
+
+
+def test_places_that_cannot_be_are_one_error(run: Run, recording: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    inside, long = tmp_path / "file" / "x", tmp_path / ("x" * 300)
+    assert run("pack", recording, "-o", tmp_path / "p.tar.gz")[0] == 0
+    for out in (inside, long):
+        for command in (
+            ("export", recording, "sink_mass", "-o", f"{out}.csv"),
+            ("pack", recording, "-o", f"{out}.tar.gz"),
+            ("unpack", tmp_path / "p.tar.gz", "-o", out),
+            ("merge", recording, recording, "-o", out),
+            ("info", out),
+            ("validate", out),
+            ("repair", out),
+        ):
+            code, _, err = run(*command)
+            assert code == 1 and err.count("error:") == 1, (command[0], err)

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.object_store import LEASE, ObjectStore, is_url, pull
+from visitlens.hooks.object_store import ObjectStore, is_url
+from visitlens.hooks.pull import pull
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
@@ -28,34 +29,6 @@ class Crash(Exception):
     pass
 
 
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    server = pytest.importorskip("moto.server", reason="S3 itself: pip install s3fs 'moto[server]'")
-    pytest.importorskip("s3fs", reason="the extra visitlens[cloud] is optional")
-    running = server.ThreadedMotoServer(port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-@pytest.fixture(params=["memory", "s3"])
-def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Of an empty place."""
-    monkeypatch.setattr(ObjectStore, "beat", 0.2)
-    if request.param == "memory":
-        fsspec.filesystem("memory").store.clear()
-        return f"memory://bucket/{tmp_path.name}.vlens"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_endpoint"))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    files = fsspec.filesystem("s3")
-    if not files.exists("bucket"):
-        files.mkdir("bucket")
-    return f"s3://bucket/{tmp_path.name}.vlens"
-
-
 @pytest.fixture
 def put(
     url: str, make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens], make_collector, tmp_path
@@ -63,7 +36,9 @@ def put(
     """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
     model, text, scratches = make_model(2), make_text(seed=6), iter(range(100))
 
-    def run(on_progress: Callable[[int, int], None] = lambda done, total: None, **options: Any) -> None:
+    def run(
+        on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any
+    ) -> None:
         collector = make_collector(model, text, MEASURES)
         chosen = RecordingOptions(level="tokens", **{"shard_tokens": 60, **options})
         scratch = tmp_path / f"scratch{next(scratches)}"
@@ -128,6 +103,21 @@ def test_what_is_recorded_there_is_what_a_folder_has(put, url: str, local: Recor
         put(groups=3)
 
 
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+@pytest.mark.parametrize("lost", [(), ("summary.h5",)])
+def test_more_of_the_text_goes_on_though_documents_get_other_groups(
+    lost: tuple[str, ...], put, make_text, url: str, local: Recording, tmp_path: Path
+) -> None:
+    text = make_text(seed=6)
+    for tokens in (40, 90, text.num_tokens):
+        put(text=text.first_contexts(tokens))
+        for name in lost:
+            ObjectStore(url).delete(name)
+    put()
+    assert_same(url, local, tmp_path / "pulled.vlens")
+    assert len(Recording(url).run["extends"]) == 2 and validate(url).exit_code == 0
+
+
 @pytest.mark.parametrize("lost", [(), ("summary.h5",)])
 def test_another_machine_goes_on_whatever_caches_are_there(
     lost: tuple[str, ...], put, url: str, local: Recording, tmp_path: Path
@@ -159,10 +149,10 @@ def test_a_summary_of_another_moment_than_the_manifest_is_not_believed(
 
 def test_a_second_writer_is_refused_and_a_dead_one_replaced(put, url: str, local: Recording, tmp_path: Path) -> None:
     store = ObjectStore(url)
-    with store.lease() as check:
+    with Lease(store) as lease:
         with pytest.raises(StorageError, match="another process is writing this recording"):
             put()
-        check()
+        lease.check()
     assert store.sizes() == {}
     store.put(LEASE, json.dumps({"owner": "killed", "beat": 3}).encode())  # nobody renews it
     put()
@@ -177,7 +167,7 @@ def test_of_many_that_replace_a_dead_writer_one_has_it(url: str) -> None:
     def try_it(number: int) -> None:
         together.wait()
         try:
-            with ObjectStore(url).lease():
+            with Lease(ObjectStore(url)):
                 came_in.append(number)
                 threading.Event().wait(1.5)
         except StorageError:

@@ -120,7 +120,7 @@ def test_a_shard_that_the_manifest_does_not_know_yet_is_no_damage(copy: Path) ->
     manifest["shards"].pop()
     (copy / "manifest.json").write_text(json.dumps(manifest))
     report = validate(copy)
-    assert report.exit_code == 3 and "not yet in the manifest; `visitlens repair` adds it" in report.unfinished[0]
+    assert report.exit_code == 3 and "not yet in the manifest; recording on adds it" in report.unfinished[0]
     repair(copy)
     assert validate(copy).exit_code == 0
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -25,6 +26,7 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 import visitlens
 from visitlens.hooks import schema
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.merge import merge
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording import Recording
@@ -68,7 +70,7 @@ def test_several_crashes_in_a_row_add_up(resume, unbroken: Recording, text, tmp_
 
 
 def test_a_recording_of_the_beginning_is_gone_on_with(resume, make_text, tmp_path: Path) -> None:
-    """More of the same text: what is there stays, and the whole is what one run makes; more groups would be others."""
+    """More of the same text: what is there stays, and the whole is what one run makes."""
     text, path = make_text(seed=6, lengths=(20, 30, 9, 40, 25, 70, 12)), tmp_path / "r.vlens"
     first = resume(path, text=text.first_contexts(70), groups=3)
     before = contents(path / "shards")
@@ -87,9 +89,34 @@ def test_a_recording_of_the_beginning_is_gone_on_with(resume, make_text, tmp_pat
     for other, why in ((text.first_contexts(70), "another configuration"), (make_text(seed=7), "another config")):
         with pytest.raises(RecordingError, match=why):
             resume(path, text=other, groups=3)
-    resume(tmp_path / "few.vlens", text=text.first_contexts(70))
-    with pytest.raises(RecordingError, match="more documents make other document groups"):
-        resume(tmp_path / "few.vlens", text=text)
+
+
+def test_documents_that_are_groups_of_their_own_get_other_groups_as_more_come(
+    resume, make_text, tmp_path: Path
+) -> None:
+    """From one document, to four, to as many as have groups of their own, to more, which are grouped by hash."""
+    text, path = make_text(seed=6, lengths=(40, 30, 9, 40, 25, 70, 12)), tmp_path / "r.vlens"
+    runs = []
+    for tokens in (30, 70, 150, text.num_tokens):
+        part = text.first_contexts(tokens)
+        with suppress(Crash):  # the first part is one context
+            resume(path, text=part, groups=6, shard_tokens=1, on_progress=crash_after(2))
+        if tokens == 150:
+            for cache in ("manifest.json", "summary.h5"):
+                (path / cache).unlink()
+            repair(path)
+        rec = resume(path, text=part, groups=6, shard_tokens=1)
+        runs.append(rec.run)
+        assert_whole(rec, resume(tmp_path / f"unbroken{tokens}.vlens", text=part, groups=6, shard_tokens=1), part)
+        assert validate(path).exit_code == 0
+    assert [run["groups"] for run in runs] == [1, 4, 6, 6]
+    assert runs[-1]["extends"] == [run["config_sha256"] for run in runs[:-1]]
+    repair(path)
+    assert Recording(path).run == runs[-1] and validate(path).exit_code == 0
+    copy = tmp_path / "again.vlens"
+    merge([path, path], copy)
+    assert validate(copy).exit_code == 0
+    assert_whole(Recording(copy), Recording(path), text)
 
 
 def test_a_finished_recording_is_left_alone(resume, text: PackedTokens, tmp_path: Path) -> None:
@@ -151,6 +178,7 @@ import resource, sys, time
 from pathlib import Path
 import numpy as np, torch
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.merge import merge
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.kernels.errors import StorageError

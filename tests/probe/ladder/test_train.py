@@ -261,16 +261,20 @@ def trained_by_two(corpus: Corpus, config_file: Path, tmp_path_factory: pytest.T
 
 
 def test_two_processes_train_the_model_that_one_trains(trained_by_two: Path, finished: Path) -> None:
-    """Each takes one of the two contexts of a batch; sums of gradients differ in their last bits and in how means weigh."""
+    """Each takes one of the two contexts of a batch; sums of gradients differ in their last bits, on which Adam takes whole steps."""
     two, one = (json.loads((f / "tokens-6000" / "training.json").read_text()) for f in (trained_by_two, finished))
     assert two["tokens"] == one["tokens"]
     for category, loss in one["validation_loss"].items():
         assert two["validation_loss"][category] == pytest.approx(loss, abs=0.1)
 
 
-def test_a_model_divided_over_two_processes_has_the_gradients_and_the_state_of_whole_copies(
+def test_two_processes_have_the_gradients_of_one_whether_the_model_is_copied_or_divided(
     corpus: Corpus, tmp_path: Path
 ) -> None:
+    """Of documents of uneven length, so that each context has another number of predicted tokens."""
+    from tests.probe.ladder.two_trainers import gradients, trainer_of
+
+    torch.save(gradients(trainer_of(corpus.folder, dtype="float64")), tmp_path / "one")
     in_two_processes(str(Path(__file__).with_name("two_trainers.py")), str(corpus.folder), str(tmp_path))
 
 

@@ -1,0 +1,49 @@
+"""A recording out of an object store, whole, as a folder. No torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from visitlens.hooks import schema
+from visitlens.hooks.fetched import download
+from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.recording import Recording, read_manifest
+from visitlens.hooks.shards import check_room, storage_error, sync_folder
+from visitlens.kernels.errors import InputError, RecordingError, StorageError
+
+
+def pull(url: str, out: Path) -> Path:
+    """Downloads a recording; nothing appears at `out` unless all of it passes the gate and has its hashes.
+
+    Raises:
+        RecordingError: no recording there, or damaged.
+        InputError: `out` exists.
+        StorageError: what the store says, or no room.
+    """
+    if out.exists():
+        raise InputError(f"{out}: exists; choose another path")
+    store = ObjectStore(url)
+    sizes = store.sizes()
+    if schema.MANIFEST not in sizes:
+        raise RecordingError(f"{url}: no recording there; expected {schema.MANIFEST}")
+    partial = out.with_name(out.name + ".pulling")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        (partial / schema.SHARDS).mkdir(parents=True)
+        for name in (schema.MANIFEST, schema.SUMMARY):
+            store.download(name, partial / name)
+        shards = read_manifest(partial)["shards"]
+        check_room(partial, sum(shard["bytes"] for shard in shards))
+        for shard in shards:
+            download(store, shard, partial / schema.SHARDS / shard["name"], sizes)
+        recording = Recording(partial)
+        _ = recording.totals
+        recording.each_shard(lambda gated, shard: None)
+        partial.rename(out)
+        sync_folder(out.absolute().parent)
+    except OSError as error:
+        raise error if isinstance(error, StorageError) else storage_error(error, out) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
