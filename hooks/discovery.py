@@ -47,7 +47,7 @@ def discover(model: nn.Module, run: Run, tokens: Tensor) -> StepLedger:
     Raises:
         InputError: no module list holds a layer that ran.
     """
-    candidates = _layer_candidates(model)
+    candidates = layer_candidates(model)
     calls = _calls(candidates, run, tokens)
     ran = list(dict.fromkeys(calls))
     if not ran:
@@ -90,7 +90,7 @@ def follow(
     return StepLedger(plan, tuple(path for _, path in calls), tuple(tuple(p) for p in layers), seen, tuple(flags))
 
 
-def _layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
+def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Outermost members of module lists that hold weights; of a member that only wraps further lists, its members."""
     found: dict[str, nn.Module] = {}
 
@@ -151,7 +151,13 @@ def false_loops(model: Any, candidates: Mapping[str, nn.Module], run: Run, token
             options = {"max_new_tokens": generated, "min_new_tokens": generated, "do_sample": False}
             model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
-        times = len(_calls(candidates, generate, tokens[:1]))
+        try:
+            times = len(_calls(candidates, generate, tokens[:1]))
+        except Exception as error:  # a model's own `generate` may raise anything, and nothing else depends on it
+            return [
+                *flags,
+                f"generation couldn't be tried ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
+            ]
         flags.append(
             f"generating {generated} tokens makes {times} layer calls where one forward makes {len(calls)}: each generated token is a "
             "forward of its own, not a further visit"

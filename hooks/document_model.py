@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture import VISITED, Captured
 from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.interventions.intervention import per_token
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
-Change = Callable[[str, Step, Tensor], Tensor | None]
-"""(site, step, value [context, position, ...]) -> what takes its place; None leaves it."""
+Change = Callable[[str, Step, Tensor, Tensor | None], Tensor | None]
+"""(site, step, value [context, position, ...], tokens there [context, position] or None for all) -> what takes its place;
+None leaves it."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,15 @@ class DocumentModel(InstrumentedModel):
             _put(part, buffer, site, value)
         captured.hold(site, step, buffer)
 
-    def changed(self, change: Change, site: str, step: Step, value: Tensor, batch: tuple[int, ...]) -> Tensor | None:
+    def changed(
+        self,
+        change: Change,
+        site: str,
+        step: Step,
+        value: Tensor,
+        batch: tuple[int, ...],
+        there: Tensor | None = None,
+    ) -> Tensor | None:
         """What `change` makes of a site's value of the batch at work, in the value's own shape; None where nothing changes.
 
         Raises:
@@ -117,9 +127,13 @@ class DocumentModel(InstrumentedModel):
         if self.part is None:
             raise InputError("call the adapted model itself inside `intervene`: only it says which tokens run")
         laid = value.unflatten(0, batch) if value.ndim == 1 + len(SITES[site].axes) else value
-        after = change(site, step, _in_contexts(self.part, site, laid))
+        at = None if there is None else _in_contexts(self.part, VISITED, there.to(value.device))
+        before = _in_contexts(self.part, site, laid)
+        after = change(site, step, before, at)
         if after is None:
             return None
+        if at is not None:
+            after = torch.where(per_token(at, site, before), after.to(before), before)
         new = _of_documents(self.part, site, after).reshape(value.shape)
         return None if not new.requires_grad and torch.equal(new, value) else new
 

@@ -87,7 +87,7 @@ class FamiliarCalls(InstrumentedModel):
             for place in self._places(name, need_visit=True):
                 by_place.setdefault(place, []).append(function)
 
-        def change(site: str, step: Step, value: Tensor) -> Tensor | None:
+        def change(site: str, step: Step, value: Tensor, there: Tensor | None) -> Tensor | None:
             changed = None
             for function in by_place[site, step]:
                 result = function(value if changed is None else changed, hook=VisitPoint(self._name(site, step), step))

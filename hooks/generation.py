@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -41,7 +44,8 @@ class TokenLabel:
 
 @dataclass(frozen=True)
 class CapturedGeneration:
-    """`tokens [context, position]`: the prompt and what was generated; `values[site][step]` is [context, position, ...]."""
+    """`tokens [context, position]`: the prompt and what was generated; `values[site][step]` is [context, position, ...], of an
+    attention map [context, head, query, key], each generated token's row over the keys so far."""
 
     plan: ExecutionPlan
     tokens: Tensor
@@ -49,7 +53,8 @@ class CapturedGeneration:
     values: dict[str, dict[int, Tensor]]
 
     def get(self, site: str, layer: int, visit: int, generated: int | None = None) -> Tensor:
-        """[context, position, ...] of a site at one visit; of one generated token, [context, ...].
+        """[context, position, ...] of a site at one visit (a map [context, head, query, key]); of one generated token,
+        [context, ...] (of a map its row [context, head, key]).
 
         Raises:
             InputError: a site that wasn't captured, no such visit or generated token.
@@ -65,7 +70,7 @@ class CapturedGeneration:
         new = self.tokens.shape[1] - self.prompt_length
         if not 0 <= generated < new:
             raise InputError(f"no generated token {generated}: there are {new}, counted from 0")
-        return value[:, self.prompt_length + generated]
+        return _by_query(site, value)[:, self.prompt_length + generated]
 
     def labels(self) -> Iterator[TokenLabel]:
         """By position, then step."""
@@ -84,21 +89,21 @@ def capture_generation(
     sites: Iterable[str],
     *,
     check: bool = True,
+    sampling: Sampling = GREEDY,
 ) -> CapturedGeneration:
-    """Continues prompts [context, position] of equal length greedily, keeping the sites of every token, by visit.
+    """Continues prompts [context, position] of equal length (greedily, or as `sampling` says), keeping the sites of every
+    token, by visit.
 
     `check` runs the whole text once more without a cache and compares.
 
     Raises:
-        InputError: a site that the model doesn't have, or an attention map; a model that has no cache.
+        InputError: a site that the model doesn't have; a model that has no cache.
         PlanError: the model leaves its plan, or its cached generation isn't the full forward.
     """
     sites = tuple(sites)
-    if "P" in sites:
-        raise InputError("attention maps of a generation grow with each token: capture them over the generated text")
     if prompt.ndim != 2 or prompt.numel() == 0 or max_new_tokens < 1:
         raise InputError(f"expected a prompt [context, position] and at least 1 new token, got {tuple(prompt.shape)}")
-    decode = _decoder(model)
+    decode, choose = _decoder(model), sampling.chooser()
     parts: dict[str, dict[int, list[Tensor]]] = {site: {} for site in sites}
     tokens, new = prompt, prompt
     with capture(model, sites) as captured:
@@ -107,9 +112,10 @@ def capture_generation(
             for site, step, value in _values(captured, sites):
                 parts[site].setdefault(step, []).append(value)
             if generated < max_new_tokens:
-                new = logits[:, -1].argmax(-1, keepdim=True)
+                new = choose(logits[:, -1])
                 tokens = torch.cat([tokens, new], dim=1)
-    values = {site: {step: torch.cat(p, dim=1) for step, p in steps.items()} for site, steps in parts.items()}
+    join = {site: _whole_map if site == "P" else partial(torch.cat, dim=1) for site in sites}
+    values = {site: {step: join[site](p) for step, p in steps.items()} for site, steps in parts.items()}
     result = CapturedGeneration(model.plan, tokens, prompt.shape[1], values)
     if check:
         _compare(model, result)
@@ -118,17 +124,22 @@ def capture_generation(
 
 @torch.no_grad()
 def generate(
-    model: LoopedMoE | InstrumentedModel, prompt: Tensor, max_new_tokens: int, stop: int | None = None
+    model: LoopedMoE | InstrumentedModel,
+    prompt: Tensor,
+    max_new_tokens: int,
+    stop: int | None = None,
+    choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The prompt [1, position] continued greedily, through the model's cache, to `max_new_tokens` more or the token `stop`.
+    """The prompt [1, position] continued through the model's cache, to `max_new_tokens` more or the token `stop`; greedily, or
+    by `choose`, as from `Sampling.chooser`.
 
     Raises:
         InputError: a model that has no cache.
     """
-    decode = _decoder(model)
+    decode, choose = _decoder(model), choose or GREEDY.chooser()
     tokens, new = prompt, prompt
     for _ in range(max_new_tokens):
-        new = decode(new, tokens.shape[1] - new.shape[1])[:, -1].argmax(-1, keepdim=True)
+        new = choose(decode(new, tokens.shape[1] - new.shape[1])[:, -1])
         tokens = torch.cat([tokens, new], dim=1)
         if stop is not None and int(new) == stop:
             break
@@ -215,7 +226,7 @@ def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Te
     def decode(new: Tensor, position: int) -> Tensor:
         options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
         result = model.model(new, **options)
-        if not (cache := cache_of(result)):
+        if not (cache := cache_of(result, model.model)):
             raise InputError(
                 f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
             )
@@ -225,12 +236,30 @@ def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Te
     return decode
 
 
-def cache_of(result: Any) -> dict[str, Any]:
-    """The argument that hands a forward's cache on to the next one; nothing where there is none."""
-    for name in ("cache", "past_key_values"):
-        if (cache := getattr(result, name, None)) is not None:
-            return {name: cache}
-    return {}
+def cache_of(result: Any, model: Any) -> dict[str, Any]:
+    """The argument that hands a forward's cache on to the next one; nothing where there is none. A model's own code may
+    take it by the name that transformers gave up."""
+    names = ("cache", "past_key_values")
+    cache = next((found for name in names if (found := getattr(result, name, None)) is not None), None)
+    takes = signature(model.forward).parameters
+    return {} if cache is None else {next((name for name in names if name in takes), names[0]): cache}
+
+
+def _by_query(site: str, value: Tensor) -> Tensor:
+    """[context, position, ...]; of a map [context, head, query, key] by query."""
+    return value.transpose(1, 2) if site == "P" else value
+
+
+def _whole_map(parts: list[Tensor]) -> Tensor:
+    """[context, head, query, key] of the rows of one forward after another, each over the keys up to its last query."""
+    contexts, heads = parts[0].shape[:2]
+    length = sum(rows.shape[2] for rows in parts)
+    whole, first = parts[0].new_zeros(contexts, heads, length, length), 0
+    for rows in parts:
+        last = first + rows.shape[2]
+        whole[:, :, first:last, last - rows.shape[3] : last] = rows
+        first = last
+    return whole
 
 
 def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:
@@ -241,6 +270,7 @@ def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneratio
     for site, step, whole in _values(captured, sites):
         cached = generation.values[site][step]
         limit = _TOLERANCE.get(whole.dtype, _HALF_PRECISION) * whole.abs().amax().clamp(min=1e-30)
+        cached, whole = _by_query(site, cached), _by_query(site, whole)
         off = ((cached - whole).flatten(2).abs().amax(-1) > limit)[:, generation.prompt_length :]
         if float(off.float().mean()) > 0.5:
             raise PlanError(

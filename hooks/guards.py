@@ -83,11 +83,12 @@ def _steps(captured: Captured, site: str) -> list[int]:
     return [step.index for step in captured.plan.steps if captured.held(site, step.index) is not None]
 
 
-def _near(model: AdaptedModel) -> float:
+def tolerance(model: AdaptedModel) -> float:
+    """How far a model's values may lie apart by rounding alone, as `difference` counts."""
     return _NEAR.get(next(model.parameters()).dtype, _NEAR_HALF)
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def difference(a: Tensor, b: Tensor) -> float:
     """Largest difference of [context, position, ...], in units of the largest value; in half precision the median over
     positions. Where neither has a value (NaN) there is none."""
     half = b.dtype not in _NEAR
@@ -132,8 +133,10 @@ def _writes(model: AdaptedModel, tokens: Tensor) -> Guard:
         there = captured.held(VISITED, step)
         if there is not None and total.shape != out.shape:  # the layer was given some of the tokens
             total = total[there].unflatten(0, out.shape[:2])
-        worst = max(worst, _difference(total, out))
-    return Guard("writes", worst < _near(model), f"residual in + writes = residual out, within {worst:.1e} of its size")
+        worst = max(worst, difference(total, out))
+    return Guard(
+        "writes", worst < tolerance(model), f"residual in + writes = residual out, within {worst:.1e} of its size"
+    )
 
 
 def _rows(model: AdaptedModel, tokens: Tensor) -> Guard:
@@ -147,13 +150,13 @@ def _rows(model: AdaptedModel, tokens: Tensor) -> Guard:
         context = (p.to(v.dtype) @ v.transpose(1, 2)).transpose(1, 2)
         if there is not None:
             context = context.masked_fill(~there[..., None, None], torch.nan)
-        worst = max(worst, _difference(context, captured.at("PV", step)))
+        worst = max(worst, difference(context, captured.at("PV", step)))
         sums = p.double().sum(-1).transpose(1, 2)
         sums = sums if there is None else sums[there]
         off = max(off, float((sums - 1).clamp(min=0).max() if model.config.learned_sink else (sums - 1).abs().max()))
         future |= captured.rules[step].causal and bool(p.triu(1).any())
     slot = " together with the learned sink" if model.config.learned_sink else ""
-    ok = worst < _near(model) and not future and off < _near(model)
+    ok = worst < tolerance(model) and not future and off < tolerance(model)
     return Guard(
         "attention rows",
         ok,
@@ -166,9 +169,9 @@ def _documents(model: AdaptedModel, tokens: Tensor) -> Guard:
     segments = (torch.arange(tokens.shape[1]) >= half).long().unsqueeze(0)
     together, first, second = model(tokens, segments), model(tokens[:, :half]), model(tokens[:, half:])
     assert together is not None and first is not None and second is not None
-    worst = max(_difference(together[:, :half], first), _difference(together[:, half:], second))
+    worst = max(difference(together[:, :half], first), difference(together[:, half:], second))
     return Guard(
-        "documents", worst < _near(model), f"a document among others is the document alone, within {worst:.1e}"
+        "documents", worst < tolerance(model), f"a document among others is the document alone, within {worst:.1e}"
     )
 
 
@@ -181,9 +184,11 @@ def _padding(model: AdaptedModel, tokens: Tensor) -> Guard:
     segments[1] = 1
     padded, plain = model(tokens.roll(pads, 1).expand(2, -1), segments), model(inner)
     assert padded is not None and plain is not None
-    worst = _difference(padded[:1, pads : length - pads], plain)
+    worst = difference(padded[:1, pads : length - pads], plain)
     return Guard(
-        "padding", worst < _near(model), f"a padded context is the unpadded one at each real token, within {worst:.1e}"
+        "padding",
+        worst < tolerance(model),
+        f"a padded context is the unpadded one at each real token, within {worst:.1e}",
     )
 
 
@@ -197,15 +202,15 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
         for first, last in [(0, start), *((i, i + 1) for i in range(start, tokens.shape[1]))]:
             state = model.family.start(model.model, tokens[:, first:last], first)
             result = model.model(tokens[:, first:last], **{**model.family.call, "use_cache": True, **state, **held})
-            if not (held := cache_of(result)):
+            if not (held := cache_of(result, model.model)):
                 return Guard("cached generation", None, "the model returns no cache")
             for site in sites:
                 for step in _steps(captured, site):
-                    off = _difference(captured.at(site, step), full.at(site, step)[:, first:last])
+                    off = difference(captured.at(site, step), full.at(site, step)[:, first:last])
                     if off > worst:
                         worst, place = off, f"{site} at {model.plan.steps[step]}, token {first}"
     at = f", at most at {place}" if worst else ""
-    ok = worst < 10 * _near(model)
+    ok = worst < 10 * tolerance(model)
     return Guard("cached generation", ok, f"equals the full prefill at every (token, visit) within {worst:.1e}{at}")
 
 
@@ -228,7 +233,7 @@ def _own_packing(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
     found = []
     for name, options in settings.items():
         options = {k: v for k, v in options.items() if k != "use_cache" or "use_cache" in model.family.call}
-        leak = _measured(lambda o=options: _difference(*(_logits(model, t, **o)[:, half:] for t in (other, tokens))))
+        leak = _measured(lambda o=options: difference(*(_logits(model, t, **o)[:, half:] for t in (other, tokens))))
         said = leak if isinstance(leak, str) else ("leaks" if leak > 1e-6 else "doesn't leak")
         size = (
             ""
@@ -250,7 +255,7 @@ def _own_padding(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         real = slice(0, tokens.shape[1]) if side == "right" else slice(3, None)
 
         def moved(parts: tuple[Tensor, ...] = parts, mask: Tensor = mask, real: slice = real) -> float:
-            return _difference(_logits(model, torch.cat(parts, dim=1), attention_mask=mask)[:, real], plain)
+            return difference(_logits(model, torch.cat(parts, dim=1), attention_mask=mask)[:, real], plain)
 
         shift = _measured(moved)
         said = shift if isinstance(shift, str) else f"moves the logits of real tokens by {shift:.1e} of their size"

@@ -76,10 +76,11 @@ class InstrumentedModel(ABC):
     def changing(
         self,
         places: Collection[tuple[str, Step]],
-        change: Callable[[str, Step, torch.Tensor], torch.Tensor | None],
+        change: Callable[..., torch.Tensor | None],
     ) -> AbstractContextManager[None]:
-        """Inside, each forward puts what `change(site, step, value)` returns in a site's place; None leaves it. Values are
-        [context, position, ...], zeros where other documents than those at work lie.
+        """Inside, each forward puts what `change(site, step, value, there)` returns in a site's place; None leaves it. Values are
+        [context, position, ...], zeros where other documents than those at work lie. `there [context, position]`, None for
+        all: the tokens that are at the step; what stands at others (zeros, where the layer isn't given them) is left out.
 
         Raises:
             InputError: this kind of model can only be read.

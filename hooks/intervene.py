@@ -28,7 +28,7 @@ from torch import Tensor
 
 from visitlens.hooks.capture import capture
 from visitlens.hooks.instrumented import InstrumentedModel
-from visitlens.hooks.interventions.forward import At, Forward, SiteValues
+from visitlens.hooks.interventions.forward import At, Forward, SiteValues, tokens_at
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
     SiteMeans,
@@ -152,6 +152,7 @@ class _Session:
         self.acting: dict[tuple[str, int], list[int]] = {}
         self.stored: set[tuple[str, int]] = set()
         self.in_parts = isinstance(model, InstrumentedModel)
+        self.ragged = isinstance(model, InstrumentedModel) and model.config.ragged
         absent = model.absent_steps() if isinstance(model, InstrumentedModel) else {}
         for number, intervention in enumerate(chain):
             steps = intervention.place.steps(self.plan)
@@ -223,12 +224,15 @@ class _Session:
         finally:
             self.muted = False
 
-    def change(self, site: str, step: Step, value: Tensor, hook: Any = None) -> Tensor | None:
+    def change(
+        self, site: str, step: Step, value: Tensor, there: Tensor | None = None, hook: Any = None
+    ) -> Tensor | None:
         """The hook of one site at one step; None where nothing changes."""
         if self.muted:
             return None
         if self.forward is None:
             raise InputError("call the model or its run_steps inside `intervene`: only they say what runs")
+        self.forward.there[step.index] = there
         at, result = At(site, step, self.plan, self.forward), value
         for number in self.acting.get((site, step.index), ()):
             result, matched = self.chain[number].apply(result, at)
@@ -244,6 +248,7 @@ class _Session:
         if self.forwards and idle:
             raise InputError(
                 f"{'; '.join(idle)} matched nothing in {self.forwards} forward(s): no token or expert there"
+                + (", or none that is at the visit" if self.ragged else "")
             )
 
 
@@ -254,10 +259,10 @@ def _hook_name(site: str, step: Step) -> str:
 def site_means(
     model: LoopedMoE | InstrumentedModel, contexts: PackedTokens, sites: Iterable[str], batch: int = 1
 ) -> SiteMeans:
-    """(site, step) -> mean over the real tokens of a sample, in float64: what `mean(..., over=)` takes."""
+    """(site, step) -> mean over the real tokens of a sample (those that are at the step), in float64: what `mean(..., over=)` takes."""
     sites = tuple(sites)
     totals: dict[tuple[str, int], Tensor] = {}
-    uses: dict[int, Tensor] = {}
+    counts: dict[tuple[str, int], Any] = {}
     device = next(iter(model.parameters())).device
     beside = ["experts"] if "expert_out" in sites and "experts" not in sites else []
     with capture(model, [*sites, *beside]) as captured, torch.no_grad():
@@ -269,18 +274,22 @@ def site_means(
                 for step in captured.plan.steps:
                     if step.index in captured.absent.get(site, {}):
                         continue
-                    value = captured.at(site, step.index)[segments >= 0].double()
+                    real, there = segments >= 0, tokens_at(captured, step.index)
+                    real = real if there is None else real & there.to(device)
+                    if not real.any():
+                        continue  # the loop ended before it
+                    value = captured.at(site, step.index)[real].double()
                     if site == "expert_out":
-                        ids = captured.at("experts", step.index)[segments >= 0].flatten()
+                        ids = captured.at("experts", step.index)[real].flatten()
                         count = torch.bincount(ids, minlength=model.config.num_experts)
-                        uses[step.index] = uses.get(step.index, 0) + count
                         total = value.new_zeros(len(count), value.shape[-1]).index_add(0, ids, value.flatten(0, 1))
                     else:
-                        total = value.sum(0)
+                        total, count = value.sum(0), len(value)
+                    counts[site, step.index] = counts.get((site, step.index), 0) + count
                     totals[site, step.index] = totals.get((site, step.index), 0) + total
     return {
-        (site, step): total / (uses[step].clamp(min=1).unsqueeze(1) if site == "expert_out" else contexts.num_tokens)
-        for (site, step), total in totals.items()
+        key: total / (count if isinstance(count := counts[key], int) else count.clamp(min=1).unsqueeze(1))
+        for key, total in totals.items()
     }
 
 

@@ -25,12 +25,14 @@ def load_model(
     device: str = "cpu",
     *,
     trust_remote_code: bool = False,
+    tie_copies: bool = False,
     **options: Any,
 ) -> LoopedMoE | InstrumentedModel:
     """The model of a checkpoint folder or hub name, in evaluation mode.
 
-    `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro): read them first. `options` go to the
-    family's adapter, for example `steps=8`.
+    `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro): read them first. `tie_copies` makes
+    layers that were saved as copies of one another one layer again (`hooks.copies`). `options` go to `adapt`: `family` by
+    name, and what that family takes, for example `steps=8`.
 
     Raises:
         CheckpointError: nothing loadable there.
@@ -39,12 +41,16 @@ def load_model(
     """
     folder = resolve(source)
     if model_type(folder) is None:
-        if options:
-            raise InputError(f"the native model takes no options, got {', '.join(options)}")
+        if options or tie_copies:
+            raise InputError(f"the native model takes no options, got {', '.join(options) or 'tie_copies'}")
         return checkpoint.load_model(folder, dtype, device)
     from visitlens.hooks.adapters.adapt import adapt
+    from visitlens.hooks.copies import tie_copies as tie
 
-    return adapt(load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code), **options)
+    model = load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code)
+    if tie_copies and not tie(model):
+        raise InputError(f"{source} has no layers that are copies of one another: leave tie_copies out")
+    return adapt(model, **options)
 
 
 def load_transformers(
@@ -69,6 +75,13 @@ def load_transformers(
         model = auto.from_pretrained(folder, dtype=DTYPES[dtype], use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
+    except Exception as error:
+        if not trust_remote_code:
+            raise
+        raise CheckpointError(
+            f"{source}: its own code doesn't run under transformers {transformers.__version__} ({type(error).__name__}: {error}); "
+            "install the release that its config.json names as transformers_version, or mend the code"
+        ) from error
     return model.to(device).eval().requires_grad_(False)
 
 

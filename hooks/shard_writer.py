@@ -51,8 +51,6 @@ class ShardWriter:
         attention_implementation: str = "auto",
         url: str | None = None,
     ) -> None:
-        if options.level == "maps" and contexts.generated is not None:
-            raise InputError("attention maps aren't kept of generated texts; record the finished texts at level 'maps'")
         if options.level == "maps" and contexts.tokens.shape[1] > schema.MAX_MAP_CONTEXT:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"

@@ -147,10 +147,14 @@ def _check(plan: ExecutionPlan, num_heads: int, mode: str, layers: tuple[int, ..
         raise InputError(
             f"expected layers among 0..{max(plan.visits)} and heads among 0..{num_heads - 1}, got {layers} and {heads}"
         )
-    counts = {plan.visits[layer] for layer in layers}
-    if len(counts) != 1:
-        raise InputError(f"layers {layers} run {sorted(counts)} times: ablate those that run equally often together")
-    return counts.pop()
+    by_count: dict[int, list[int]] = {}
+    for layer in layers:
+        by_count.setdefault(plan.visits[layer], []).append(layer)
+    if len(by_count) != 1:
+        groups = "; ".join(f"layers {', '.join(map(str, group))} run {n} times" for n, group in by_count.items())
+        example = ",".join(map(str, next(iter(by_count.values()))))
+        raise InputError(f"{groups}: ablate those that run equally often together (--layers {example})")
+    return next(iter(by_count))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def choose(
         axes = (measure.axes[0], "token", *measure.axes[1:])
         labels = {axis: _texts(items) for axis, items in run.stat(what).labels.items()}
         return Export(what, {what: values}, axes, labels | _numbered(first, values.shape[1]), about)
-    if what not in (*run.measures, *DERIVED):
+    if what not in (*run.measures, *DERIVED, *recording.run.get("left_out", ())):  # of which `stat` says why
         raise InputError(
             f"nothing of the name {what!r}; there are tokens, experts, {', '.join((*ACTIVATION_SITES, *DERIVED, *run.measures))}"
         )

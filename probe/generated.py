@@ -10,6 +10,7 @@ import torch
 
 from visitlens.hooks.contexts import PackedTokens, document_hashes
 from visitlens.hooks.generation import check_generation, generate
+from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ def continue_prompts(
     context_length: int,
     *,
     check: bool = True,
+    sampling: Sampling = GREEDY,
 ) -> PackedTokens:
-    """Continues each prompt greedily by up to `new_tokens`, to the model's EOS at most; contexts as long as the longest.
+    """Continues each prompt, greedily or as `sampling` says, by up to `new_tokens`, to the model's EOS at most; contexts as long as the longest.
 
     `check` holds the first text's cached run against one forward over it, at every (token, visit).
 
@@ -46,9 +48,10 @@ def continue_prompts(
         )
     device, config = next(model.parameters()).device, model.config
     texts = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         tokens = torch.from_numpy(prompt.astype(np.int64)).unsqueeze(0).to(device)
-        texts.append(generate(model, tokens, new_tokens, config.eos_token_id)[0].cpu().numpy().astype(np.int32))
+        text = generate(model, tokens, new_tokens, config.eos_token_id, sampling.chooser(number))
+        texts.append(text[0].cpu().numpy().astype(np.int32))
     if check:
         first = torch.from_numpy(texts[0][:_CHECKED_TOKENS].astype(np.int64)).unsqueeze(0).to(device)
         missing = getattr(config, "missing", {})

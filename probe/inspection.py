@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from visitlens.hooks.adapters.adapt import adapt, families
+from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.copies import copied_layers
+from visitlens.hooks.copies import tie_copies as tie
 from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
 from visitlens.hooks.guards import check, sample_tokens
 from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
@@ -24,6 +26,7 @@ def inspect_model(
     checks: bool = True,
     dtype: str = "float32",
     trust_remote_code: bool = False,
+    tie_copies: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """JSON-ready: `steps` [{index, module, layer, visit}], `ties`, `flags`, `missing`, `notes`, `guards`.
@@ -36,10 +39,14 @@ def inspect_model(
     """
     folder = resolve(source)
     kind = model_type(folder)
-    if kind is not None and kind not in families():
-        raw = load_transformers(folder, dtype, trust_remote_code=trust_remote_code)
-        return {"model": str(source), **describe(raw, tokens, checks=checks)}
-    model = load_model(folder, dtype, trust_remote_code=trust_remote_code, **options)
+    if kind is not None and kind not in families() and "family" not in options:
+        model = load_transformers(folder, dtype, trust_remote_code=trust_remote_code)
+        if tie_copies:
+            tie(model)
+    else:
+        # What is asked for alone: a native model takes nothing.
+        asked = {"trust_remote_code": trust_remote_code, "tie_copies": tie_copies}
+        model = load_model(folder, dtype, **{name: True for name, given in asked.items() if given}, **options)
     return {"model": str(source), **describe(model, tokens, checks=checks)}
 
 
@@ -57,7 +64,8 @@ def describe(model: Any, tokens: int = 24, *, checks: bool = True) -> dict[str, 
     vocabulary = model.config.get_text_config().vocab_size if hasattr(model, "config") else 256
     ledger = discover(model, model, _random(vocabulary, tokens))
     family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    none = "none for this family; the plan below is proposed from one forward (docs/adapters.md: how to write one)"
+    why = f": {NO_TOKENS[family]}" if family in NO_TOKENS else " (docs/adapters.md: how to write one)"
+    none = f"none for this family; the plan below is proposed from one forward{why}"
     return {"family": family, "adapter": none, **_common(model, ledger)}
 
 
@@ -83,11 +91,19 @@ def _common(model: nn.Module, ledger: StepLedger) -> dict[str, Any]:
         "layers": len(ledger.plan.visits),
         "steps": ledger.steps(),
         "ties": [tie.to_dict() for tie in audit_ties(model, ledger)],
-        "flags": list(ledger.flags),
+        "flags": [*ledger.flags, *_copies(model)],
         "missing": {},
         "notes": [],
         "guards": [],
     }
+
+
+def _copies(model: nn.Module) -> list[str]:
+    return [
+        f"{', '.join(paths)} hold equal weights in separate Parameters: copies of one layer, perhaps a loop whose tying was lost in "
+        "saving; --tie-copies reads them as visits of one"
+        for paths in copied_layers(model)
+    ]
 
 
 def _random(vocabulary: int, tokens: int) -> Tensor:

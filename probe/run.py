@@ -29,6 +29,7 @@ from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
+from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.shard_writer import ShardWriter
 from visitlens.hooks.shards import readable_bytes
 from visitlens.kernels.errors import InputError, PlanError
@@ -52,7 +53,8 @@ class RunRequest:
     """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
     ends after the context it falls in.
 
-    `generate` makes each document a prompt that the model continues by so many tokens at most; `checks` runs the guards of an
+    `generate` makes each document a prompt that the model continues by so many tokens at most, greedily at `temperature` 0, else
+    drawn with `temperature`, `top_p` and `seed` (`visitlens.hooks.sampling.Sampling`); `checks` runs the guards of an
     adapted model before it is recorded. `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
     side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
     """
@@ -77,6 +79,9 @@ class RunRequest:
     url: str | None = None
     """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
     generate: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
     checks: bool = True
     mesh: DeviceMesh | None = None
     """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
@@ -86,10 +91,19 @@ class RunRequest:
             raise InputError(f"expected at least one worker, got {self.workers}")
         if self.generate < 0:
             raise InputError(f"expected a number of tokens to generate, got {self.generate}")
+        if self.sampling != GREEDY and not (self.generate and self.temperature):
+            raise InputError(
+                "a temperature, top_p or seed is of sampling: say how many tokens to generate, and give a temperature above 0"
+            )
         if self.engine not in ENGINES:
             raise InputError(f"expected an engine among {', '.join(ENGINES)}, got {self.engine!r}")
         if self.dtype not in DTYPES:
             raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How generated tokens are chosen."""
+        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,9 @@ class PreparedRun:
         texts = [document.text for document in read_documents(request.text)]
         prompts = [ids[:-1] for ids in encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)]
         length = min(config.context_length, request.context_length or config.context_length)
-        packed = continue_prompts(self.model, prompts, request.generate, length, check=request.checks)
+        packed = continue_prompts(
+            self.model, prompts, request.generate, length, check=request.checks, sampling=request.sampling
+        )
         chosen = packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
         return chosen, packed.num_tokens
 
@@ -296,7 +312,9 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
         "text": request.text.name,
         "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",
         "threads": torch.get_num_threads(),
-        "seed": None,  # recording draws nothing at random
+        "seed": request.seed if request.temperature else None,  # recording itself draws nothing at random
+        **({"model_options": dict(request.model_options)} if request.model_options else {}),
+        **({"generation": {"new_tokens": request.generate, **request.sampling.to_dict()}} if request.generate else {}),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "platform": platform.platform(),

@@ -77,6 +77,10 @@ class Run:
             self._sites[site] = captured
         return self._sites[site].at(site, step)
 
+    def held(self, site: str, step: int) -> Tensor | None:
+        """What a run of any site has kept there: which tokens were at a step."""
+        return next((captured.held(site, step) for captured in self._sites.values()), None)
+
     def with_(self, *interventions: Intervention | Sequence[Intervention]) -> Run:
         """The same tokens with more interventions, after those that there are."""
         return self.model.run(self.token_ids, *self.interventions, *interventions)._masked(self.segment_ids)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.console import comma_separated, loading, progress_shown
+from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.kernels.errors import InputError
 
 
@@ -44,10 +45,10 @@ def ablate(
     seed: Annotated[int, typer.Option(help="Of the prompts and of resampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     layers: Annotated[str, typer.Option(help="Comma-separated; those of the loop by default.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
-    ] = False,
+    steps: Steps = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     again: Annotated[bool, typer.Option("--again", help="Compute anew what is there already.")] = False,
 ) -> None:
     """Ablate every head of the looped block, one at a time, and keep the result in the recording."""
@@ -59,7 +60,6 @@ def ablate(
     if text is not None:
         check_text(text)
     with loading("torch"):
-        from visitlens.app.commands.record import model_options
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.bundled import SAMPLE
         from visitlens.probe.dyck import AnswerStyle
@@ -78,7 +78,7 @@ def ablate(
         seed=seed,
         device=device,
         layers=_layers(layers),
-        model_options=model_options(steps, trust_remote_code),
+        model_options=model_options(steps, trust_remote_code, family, tie_copies),
         replace=again,
     )
     with progress_shown() as show:

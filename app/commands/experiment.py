@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.console import comma_separated, loading, progress_shown, warnings_once
+from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.kernels.errors import InputError
 
 
@@ -27,10 +28,10 @@ def experiment(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the JSON to this file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
-    ] = False,
+    steps: Steps = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
 ) -> None:
     """Intervene on a model: what each part of each visit is worth."""
@@ -54,9 +55,7 @@ def experiment(
         raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
     chosen = dict(_option(name, text) for text in set_ or [])
     with loading("the model"):
-        from visitlens.app.commands.record import model_options
-
-        loaded = load(folder, dtype, device, **model_options(steps, trust_remote_code))
+        loaded = load(folder, dtype, device, **model_options(steps, trust_remote_code, family, tie_copies))
         if dyck:
             sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
         else:

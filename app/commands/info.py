@@ -23,7 +23,12 @@ def info(
     rows = {
         "recording": f"{recording}  ({'damaged' if stored.damaged else 'complete' if stored.complete else 'unfinished'})",
         "model": f"{stored.provenance.get('checkpoint')}, {config['num_layers']} layers, hidden size {config['hidden_size']}, "
-        f"{config['num_heads']} heads, {config['num_experts']} experts of which {config['experts_per_token']} are used",
+        f"{config['num_heads']} heads, "
+        + (
+            f"{config['num_experts']} experts of which {config['experts_per_token']} are used"
+            if config["num_experts"]
+            else "dense"
+        ),
         "loop": f"layers {min(rec.plan.looped_layers)}-{max(rec.plan.looped_layers)} run {max(rec.plan.visits.values())} times, {len(rec.plan)} steps"
         if rec.looped
         else "none (unlooped)",
@@ -34,6 +39,10 @@ def info(
         "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
         "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
     }
+    if isinstance(how := stored.provenance.get("generation"), dict):
+        drawn = f"drawn at temperature {how.get('temperature')}, top_p {how.get('top_p')}, seed {how.get('seed')}"
+        chosen = drawn if how.get("temperature") else "greedily"
+        rows["generated"] = f"up to {how.get('new_tokens')} tokens a prompt, {chosen}"
     for name, value in rows.items():
         typer.echo(f"{name:<10} {printable(value)}")
     contents = {} if stored.damaged else stored.contents()
@@ -45,9 +54,16 @@ def info(
         typer.echo(f"copy       {stored.path}" + ("" if contents else "  (no shard in it yet)"))
     for warning in stored.warnings:
         typer.echo(f"warning    {printable(warning)}")
+    for note in config.get("notes", ()):
+        typer.echo(f"note       {printable(note)}")
     if not measures:
-        typer.echo(f"measures   {len(rec.measures)} (list them with --measures)")
+        typer.echo(f"measures   {len(rec.measures)} (list them, and why others are left out, with --measures)")
     for name in rec.measures if measures else ():
         measure = rec.stat(name).measure
         typer.echo(f"\n{name} [{', '.join(measure.axes)}] in {measure.unit}\n  {measure.definition}  ({measure.paper})")
+    left_out: dict[str, list[str]] = {}
+    for name, why in stored.run.get("left_out", {}).items() if measures else ():
+        left_out.setdefault(str(why), []).append(name)
+    for why, names in left_out.items():
+        typer.echo(f"\nleft out: {printable(', '.join(names))}\n  {printable(why)}")
     raise typer.Exit(1 if stored.damaged else 0)

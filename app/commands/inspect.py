@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.console import loading
+from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
 
 
 def inspect(
@@ -15,10 +16,10 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
     tokens: Annotated[int, typer.Option(help="Length of the random token sequence that is run.", min=8)] = 24,
     checks: Annotated[bool, typer.Option(help="Run the guards: about ten short forwards.")] = True,
-    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
-    ] = False,
+    steps: Steps = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """Say how a model runs its layers (the step ledger), what its visits share, and whether it can be recorded."""
@@ -26,10 +27,11 @@ def inspect(
 
     folder = checkpoint(model)
     with loading("torch and the model"):
-        from visitlens.app.commands.record import model_options
         from visitlens.probe.inspection import inspect_model
 
-        found = inspect_model(folder, tokens, checks=checks, dtype=dtype, **model_options(steps, trust_remote_code))
+        found = inspect_model(
+            folder, tokens, checks=checks, dtype=dtype, **model_options(steps, trust_remote_code, family, tie_copies)
+        )
     typer.echo(json.dumps(found, indent=1) if as_json else _text(found))
 
 

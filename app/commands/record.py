@@ -7,11 +7,12 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from visitlens.app.console import comma_separated, console, loading, progress_shown, token_bounds
+from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
 
 if TYPE_CHECKING:
     from visitlens.probe.run import RunRequest
@@ -45,10 +46,10 @@ def record(
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
-    steps: Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")
-    ] = False,
+    steps: Steps = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
@@ -56,6 +57,11 @@ def record(
     generate: Annotated[
         int, typer.Option(help="Take each document as a prompt, and record what the model writes: tokens a prompt.")
     ] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Of --generate: 0 takes the likeliest token, above 0 tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the fewest tokens whose probabilities sum to this.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the tokens drawn; kept in the recording.")] = 0,
     checks: Annotated[bool, typer.Option(help="Before recording, run the guards of a model of transformers.")] = True,
     synthetic: Annotated[
         str, typer.Option(help="Words for a recording of unreal weights or text; kept as a warning.")
@@ -98,8 +104,11 @@ def record(
         ray_address=ray_address,
         synthetic=synthetic,
         generate=generate,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
         checks=checks,
-        model_options=model_options(steps, trust_remote_code),
+        model_options=model_options(steps, trust_remote_code, family, tie_copies),
     )
     with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:
         if request is not None:  # else another rank has done the work
@@ -117,9 +126,3 @@ def _record(request: RunRequest) -> None:
     with progress_shown() as show:
         run.record(partial(show, "recording"))
     typer.echo(request.url or request.out)
-
-
-def model_options(steps: int | None, trust_remote_code: bool) -> dict[str, Any]:
-    """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    return options if steps is None else {**options, "steps": steps}

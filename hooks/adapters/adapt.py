@@ -31,19 +31,32 @@ def families() -> dict[str, type[Family]]:
     return found
 
 
-def adapt(model: nn.Module, family: Family | None = None, **options: Any) -> AdaptedModel:
-    """A model as visitlens reads it. `options` go to the family, for example `steps=8` where loops are counted at run time.
+NO_TOKENS = {
+    "funnel": "it pools the sequence between blocks: from the second block on a position is no token of the text, so nothing has a "
+    "value at (token, visit)"
+}
+"""Model type -> why it can't be read, of looped families that have no adapter for a reason."""
+
+
+def adapt(model: nn.Module, family: Family | str | None = None, **options: Any) -> AdaptedModel:
+    """A model as visitlens reads it, by the adapter for its `model_type`, or by `family`: another's name, or one of your own.
+    `options` go to the family, for example `steps=8` where loops are counted at run time.
 
     Raises:
         InputError: no adapter knows this kind of model, or an option that its family doesn't take.
     """
-    if family is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+    if family is None or isinstance(family, str):
+        kind = family or getattr(getattr(model, "config", None), "model_type", None)
         known = families()
+        if kind in NO_TOKENS:
+            raise InputError(
+                f"{kind} can't be read by visitlens: {NO_TOKENS[kind]}. `visitlens inspect` shows its steps"
+            )
         if kind not in known:
             raise InputError(
-                f"no adapter for model type {kind!r}; there are {', '.join(sorted(known))}. `visitlens inspect` shows how the "
-                "model runs its layers, docs/adapters.md how to write an adapter: then adapt(model, YourFamily())"
+                f"no adapter for model type {kind!r}; there are {', '.join(sorted(known))}: name the one that its layers are built "
+                "like (--family). `visitlens inspect` shows how the model runs its layers, docs/adapters.md how to write an "
+                "adapter: then adapt(model, YourFamily())"
             )
         takes = list(signature(known[kind]).parameters)
         if unknown := [name for name in options if name not in takes]:

@@ -29,7 +29,12 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         self.expert_outputs: dict[nn.Module, Tensor] = {}
         """What each expert of a bank gave in its last call, while someone watches."""
         with self._looping():
-            self.anatomy = family.anatomy(model)
+            try:
+                self.anatomy = family.anatomy(model)
+            except AttributeError as error:
+                raise InputError(
+                    f"the adapter {type(family).__name__} doesn't fit this {type(model).__name__}: {error}"
+                ) from error
         self.plan = ExecutionPlan.from_layers(self.anatomy.order)
         self.config = family.facts(model, self.anatomy)
         self.body = family.body(model)

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read
-from visitlens.hooks.adapters.observer import StepObserver, recomputing
+from visitlens.hooks.adapters.observer import StepObserver, in_place, recomputing, taken
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change
 from visitlens.hooks.loop_plan import Step
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
@@ -104,11 +103,12 @@ class StepEditor(StepObserver):
     def _store(self, site: str, value: Tensor) -> Tensor | None:
         if self.step is None or (site, self.step) not in self.edited or recomputing():
             return None
-        if self.places is not None:
-            raise InputError(
-                f"{self.adapted.plan.steps[self.step]} is given some of the tokens alone: it can be read, not changed"
-            )
-        return self.adapted.changed(self.change, site, self.adapted.plan.steps[self.step], value, self.shape)
+        step, places = self.adapted.plan.steps[self.step], self.places
+        if places is None:
+            return self.adapted.changed(self.change, site, step, value, self.shape, self.there)
+        laid = in_place(site, value, self.shape, places, self.whole, 0.0)
+        after = self.adapted.changed(self.change, site, step, laid, self.whole, self.there)
+        return None if after is None else taken(site, after, places).reshape(value.shape)
 
     def _end(self, *_: Any) -> None:
         if not recomputing():

@@ -36,7 +36,7 @@ class Huginn(Family):
 
     def anatomy(self, model: Any) -> Anatomy:
         self.steps = self.steps or int(model.config.mean_recurrence)
-        self.call = {"use_cache": False, "num_steps": self.steps}
+        self.call = self._call(self.steps)
         reads = (
             Read("resid", "", "input", name="x"),
             Read("X", "norm_1"),
@@ -61,10 +61,15 @@ class Huginn(Family):
             ),
         )
 
+    @staticmethod
+    def _call(steps: int) -> dict[str, Any]:
+        """Loops without a gradient and with one: of a number alone its code gives a gradient to none."""
+        return {"use_cache": False, "num_steps": (0, steps)}
+
     @contextmanager
     def looping(self, model: Any, visits: int) -> Iterator[None]:
         before = self.steps, self.call
-        self.steps, self.call = visits, {**self.call, "num_steps": visits}
+        self.steps, self.call = visits, self._call(visits)
         try:
             yield
         finally:
@@ -79,7 +84,9 @@ class Huginn(Family):
                 self._state = model.initialize_state(zeros).to(tokens.device)
         assert self._state is not None
         state = self._state[:, position : position + tokens.shape[1]]
-        return {"input_states": state.expand(len(tokens), -1, -1)}
+        # Without positions its code begins at 0, also behind a cache.
+        places = {"cache_position": torch.arange(position, position + tokens.shape[1], device=tokens.device)}
+        return {"input_states": state.expand(len(tokens), -1, -1), **(places if position else {})}
 
     def sizes(self, model: Any) -> dict[str, Any]:
         config = model.config

@@ -32,6 +32,7 @@ class StepObserver:
         self.shape = (0, 0)  # (batch, positions) of what the layer at work is given
         self.whole = (0, 0)  # (batch, positions) of the forward at work
         self.places: Tensor | None = None  # [batch, n] where the layer is given some of the tokens
+        self.there: Tensor | None = None  # [batch, position] which tokens are at the step, where not all are
         self._routed: dict[nn.Module, Tensor] = {}  # the last value there, of what says which tokens come next
         self._handles: list[Any] = []
 
@@ -201,7 +202,7 @@ class StepObserver:
         if recomputing():
             return
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.shape, self.places = tuple(hidden.shape[:2]), None
+        self.shape, self.places, self.there = tuple(hidden.shape[:2]), None, None
         self.step = self.clock.enter(layer).index
         if (visited := self.adapted.anatomy.layers[layer].visited) is not None:
             self._note_visited(visited, path, args, kwargs)
@@ -221,6 +222,7 @@ class StepObserver:
                 self.places = places
         elif value is not None:
             there = value.detach().reshape(self.whole).bool()
+        self.there = there
         self.adapted.place(self.captured, VISITED, self.step or 0, there, self.whole)
 
     def _leave(self, *_: Any) -> None:
@@ -258,7 +260,7 @@ class StepObserver:
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
             return call.weights
-        if rule.from_map or call.k.shape[2] != call.q.shape[2]:
+        if rule.from_map:
             raise InputError(
                 f"{self.adapted.config.family} doesn't give its attention weights in this setting; "
                 'load it with attn_implementation="eager" to read site P'
@@ -271,7 +273,7 @@ class StepObserver:
             return None
         shape = self.shape
         if self.places is not None:
-            value, shape = _in_place(site, value, shape, self.places, self.whole), self.whole
+            value, shape = in_place(site, value, shape, self.places, self.whole, float("nan")), self.whole
         self.adapted.place(self.captured, site, self.step, value, shape)
         return None
 
@@ -284,9 +286,11 @@ def _argument(read: Read, args: tuple, kwargs: dict) -> Tensor:
     return args[read.item] if read.item < len(args) else kwargs[read.name]
 
 
-def _in_place(site: str, value: Tensor, given: tuple[int, ...], places: Tensor, whole: tuple[int, ...]) -> Tensor:
-    """The values of some tokens where these are among all: NaN elsewhere (0 in a pattern, and for expert ids)."""
-    value, axes = value.detach(), SITES[site].axes
+def in_place(
+    site: str, value: Tensor, given: tuple[int, ...], places: Tensor, whole: tuple[int, ...], fill: float
+) -> Tensor:
+    """The values of some tokens where these are among all: `fill` elsewhere (0 in a pattern, and for expert ids)."""
+    axes = SITES[site].axes
     if value.ndim == 1 + len(axes):  # routers and experts see flat tokens
         value = value.unflatten(0, given)
     rows = torch.arange(len(places), device=places.device)[:, None]
@@ -294,9 +298,17 @@ def _in_place(site: str, value: Tensor, given: tuple[int, ...], places: Tensor, 
         full = value.new_zeros(whole[0], value.shape[1], whole[1], whole[1])
         full[rows[..., None], :, places[:, :, None], places[:, None, :]] = value.permute(0, 2, 3, 1)
         return full
-    full = value.new_full((*whole, *value.shape[2:]), float("nan") if value.is_floating_point() else 0)
+    full = value.new_full((*whole, *value.shape[2:]), fill if value.is_floating_point() else 0)
     full[rows, places] = value
     return full
+
+
+def taken(site: str, whole: Tensor, places: Tensor) -> Tensor:
+    """The inverse of `in_place`: the values of some tokens."""
+    rows = torch.arange(len(places), device=places.device)[:, None]
+    if site == "P":
+        return whole[rows[..., None], :, places[:, :, None], places[:, None, :]].permute(0, 3, 1, 2)
+    return whole[rows, places]
 
 
 def recomputing() -> bool:

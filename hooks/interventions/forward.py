@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from visitlens.hooks.capture import VISITED
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
@@ -38,6 +39,8 @@ class Forward:
     """Values of steps before the first one that runs."""
     values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(site, step) -> the value there in this forward, after its interventions."""
+    there: dict[int, Tensor | None] = field(default_factory=dict)
+    """Step -> [context, position] which tokens were at it; None for all."""
     in_parts: bool = False
     """Whether the documents run in several parts, so that a value holds some documents alone."""
 
@@ -96,10 +99,11 @@ class Forward:
         wanted = torch.tensor([choice] if isinstance(choice, int) else list(choice or ()), dtype=torch.long)
         return torch.isin(positions, wanted.to(positions.device)).expand(contexts, length)
 
-    def other_documents(self, seed: int) -> Tensor:
-        """[context * position] for each token the flat index of a real token of another segment, drawn uniformly."""
+    def other_documents(self, seed: int, there: Tensor | None = None) -> Tensor:
+        """[context * position] for each token the flat index of a real token (of those `there`) of another segment, drawn
+        uniformly."""
         generator = torch.Generator().manual_seed(seed)
-        real = self.real.flatten().cpu()
+        real = (self.real if there is None else self.real & there.to(self.real.device)).flatten().cpu()
         pool = real.nonzero().squeeze(1)
         before = torch.cat([torch.zeros(1, dtype=torch.long), real.long().cumsum(0)])  # real tokens before each index
         bounds = torch.tensor(self.segments.bounds)
@@ -116,6 +120,12 @@ class Forward:
         return pool[drawn.clamp(max=len(pool) - 1)].to(self.tokens.device)
 
 
+def tokens_at(values: SiteValues, step: int) -> Tensor | None:
+    """[context, position] which tokens a run had at a step; None for all."""
+    held = getattr(values, "held", None)
+    return None if held is None else held(VISITED, step)
+
+
 @dataclass(frozen=True)
 class At:
     """Where an operation is applied now."""
@@ -124,6 +134,18 @@ class At:
     step: Step
     plan: ExecutionPlan
     forward: Forward
+
+    @property
+    def there(self) -> Tensor | None:
+        """[context, position] which tokens are at this step, of the documents at work; None for all."""
+        return self.forward.there.get(self.step.index)
+
+    @property
+    def real(self) -> Tensor:
+        """[context, position] the real tokens that are at this step, of the whole batch where that is known."""
+        values = self.forward.reference
+        there = self.there if values is None else tokens_at(values, self.step.index)
+        return self.forward.real if there is None else self.forward.real & there.to(self.forward.real.device)
 
     @property
     def experts(self) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, numbers
+from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, numbers, tokens_at
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.kernels.errors import InputError
@@ -75,10 +75,9 @@ class Place:
             axis = 1 if per_query else 2
             parts.append(_along(axis, value, self.head, "head"))
         if self.token is not None:
-            tokens = at.forward.chosen(self.token)
-            parts.append(
-                tokens[:, None, :, None] if per_query else tokens.reshape(*tokens.shape, *[1] * (value.ndim - 2))
-            )
+            parts.append(per_token(at.forward.chosen(self.token), self.site, value))
+        if at.there is not None:
+            parts.append(per_token(at.there, self.site, value))
         if self.expert is not None:
             if self.site == "router":
                 parts.append(_along(2, value, self.expert, "expert"))
@@ -129,7 +128,12 @@ class Intervention:
         """Raises InputError: the other run has no value there."""
         if self.values is not None:
             for step in steps:
-                self.values.at(self.place.site, step.index)
+                try:
+                    self.values.at(self.place.site, step.index)
+                except InputError:
+                    there = tokens_at(self.values, step.index)
+                    if there is None or there.any():  # else its loop ended before, and nothing is put in
+                        raise
 
     def stored(self, plan: ExecutionPlan) -> set[tuple[str, int]]:
         """(site, step) of the values of the same forward that it reads.
@@ -193,6 +197,13 @@ def flatten(interventions: Iterable[Intervention | Iterable[Intervention]]) -> l
         else:
             raise InputError(f"expected interventions such as zero('PV', layer=3), got {item!r}")
     return flat
+
+
+def per_token(tokens: Tensor, site: str, value: Tensor) -> Tensor:
+    """A mask [context, position] of tokens, or of queries, broadcast against a site's value."""
+    if "key" in SITES[site].axes:  # [context, head, query, key]; others are [context, position, ...]
+        return tokens[:, None, :, None]
+    return tokens.reshape(*tokens.shape, *[1] * (value.ndim - 2))
 
 
 def _along(axis: int, value: Tensor, chosen: tuple[int, ...], what: str) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Literal, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice
-from visitlens.hooks.interventions.intervention import Choice, Intervention, Place
+from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, tokens_at
+from visitlens.hooks.interventions.intervention import Choice, Intervention, Place, per_token
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
 
@@ -84,7 +84,21 @@ def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[Where
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
     if not hasattr(value, "at"):
         raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
-    return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
+
+    def change(old: Tensor, at: At) -> Tensor:
+        step = at.step.index
+        return _where(tokens_at(value, step), lambda: value.at(at.site, step), old, at)
+
+    return Intervention("replace", place, change, values=value)
+
+
+def _where(there: Tensor | None, other: Callable[[], Tensor], own: Tensor, at: At) -> Tensor:
+    """Another step's or run's value, for the tokens that it had there; the others keep their own."""
+    if there is None:
+        return other()
+    if not bool(there.any()):
+        return own
+    return torch.where(per_token(there.to(own.device), at.site, own), other().to(own), own)
 
 
 @_where_shown
@@ -95,7 +109,7 @@ def mean(site: str, over: SiteMeans | None = None, **where: Unpack[WhereExpert])
     def change(value: Tensor, at: At) -> Tensor:
         by_expert = site == "expert_out"
         if over is None:
-            real, batch = at.forward.real, at.batch(value)
+            real, batch = at.real, at.batch(value)
             if not by_expert:
                 return batch[real].mean(0)
             used = at.batch(value, "experts")
@@ -130,7 +144,7 @@ def resample(site: str, seed: int = 0, **where: Unpack[Where]) -> Intervention:
         raise InputError(f"{site!r} can't be resampled: {why}")
 
     def change(value: Tensor, at: At) -> Tensor:
-        return at.batch(value).flatten(0, 1)[at.forward.other_documents(seed)].view_as(value)
+        return at.batch(value).flatten(0, 1)[at.forward.other_documents(seed, at.real)].view_as(value)
 
     return Intervention("resample", place, change, whole_batch=True)
 
@@ -170,7 +184,10 @@ def take(site: str, source: int = 1, **where: Unpack[Where]) -> Intervention:
         place = dataclasses.replace(place, after=source)
 
     def change(value: Tensor, at: At) -> Tensor:
-        return value if at.step.visit == source else at.forward.value(site, at.plan.step(at.step.layer, source))
+        if at.step.visit == source:
+            return value
+        step = at.plan.step(at.step.layer, source)
+        return _where(at.forward.there.get(step.index), lambda: at.forward.value(site, step), value, at)
 
     return Intervention("take", place, change, source=source)
 
@@ -192,7 +209,8 @@ def swap(
     def change(value: Tensor, at: At) -> Tensor:
         if at.forward.reference is None:
             raise InputError("swap needs the run without interventions: call the model inside `intervene`")
-        return at.forward.reference.at(site, at.plan.step(at.step.layer, other[at.step.visit]).index)
+        step, reference = at.plan.step(at.step.layer, other[at.step.visit]).index, at.forward.reference
+        return _where(tokens_at(reference, step), lambda: reference.at(site, step), value, at)
 
     place = dataclasses.replace(Place.of(site, layer, visits, head, token), least=max(visits))
     return Intervention("swap", place, change, needs_reference=True)

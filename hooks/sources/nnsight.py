@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.document_model import DocumentModel
 from visitlens.hooks.familiar_calls import FamiliarCalls
+from visitlens.hooks.guards import difference, sample_tokens, tolerance
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -28,16 +29,27 @@ _INSIDE = (
 
 
 class NNsightModel(FamiliarCalls, DocumentModel):
-    """An nnsight model by visit. With `remote`, traces run where nnsight's `remote=True` runs them."""
+    """An nnsight model by visit. `remote` is nnsight's own: True runs traces on NDIF, a URL on that host, "local" here, as they
+    would be sent.
 
-    def __init__(self, lm: Any, family: Family | None = None, *, remote: bool = False) -> None:
+    Its cache keeps values by reference. Where the weights are here, the first capture of a site is held on a few tokens against
+    the values themselves: a model that writes over them in place is found out.
+    """
+
+    def __init__(self, lm: Any, family: Family | None = None, *, remote: bool | str = False) -> None:
         adapted = adapt(lm._model if hasattr(lm, "_model") else lm._module, family)
         if adapted.config.ragged:
             raise InputError(
                 f"{adapted.config.family} leaves tokens out of visits, and nnsight's cache doesn't say which: use visitlens.adapt"
             )
+        if remote and not hasattr(lm, "to_model_key"):
+            raise InputError(
+                f"remote={remote!r}: {type(lm).__name__} has no name that a server knows it by; wrap it in nnsight's LanguageModel or "
+                "TransformersModel"
+            )
         self.lm, self.family, self.anatomy, self.remote = lm, adapted.family, adapted.anatomy, remote
-        self._weights, self.plan = adapted.model, adapted.plan
+        self._adapted, self._weights, self.plan = adapted, adapted.model, adapted.plan
+        self._checked: set[str] = set()
         self._prefix = next(name for name, module in adapted.model.named_modules() if module is adapted.body)
         reads = {read.site for layer in self.anatomy.layers for read in layer.reads}
         inside = {site: _INSIDE for site in SITES if site not in reads}
@@ -59,9 +71,43 @@ class NNsightModel(FamiliarCalls, DocumentModel):
         finally:
             self._captured = before
 
+    def forward(self, tokens: Tensor, segments: Tensor | None = None, *, return_type: str = "logits") -> Tensor | None:
+        """As `DocumentModel.forward`.
+
+        Raises:
+            InputError: what nnsight's cache holds isn't what was there.
+        """
+        result = super().forward(tokens, segments, return_type=return_type)
+        if self._captured is not None and (new := set(self._captured.sites) - self._checked):
+            self._checked |= new  # by now: the check runs this model
+            try:
+                if self.remote in (False, "local"):
+                    self._check_kept(sorted(new))
+            except BaseException:
+                self._checked -= new
+                raise
+        return result
+
+    def _check_kept(self, sites: list[str]) -> None:
+        """Raises InputError: what nnsight's cache holds at the end of a trace isn't what was there."""
+        tokens = sample_tokens(self._adapted, 6)
+        with torch.no_grad(), capture(self, sites) as kept, capture(self._adapted, sites) as direct:
+            self(tokens, return_type="none")
+            self._adapted(tokens, return_type="none")
+        for site in sites:
+            for step in self.plan.steps:
+                value = direct.held(site, step.index)
+                if value is None:
+                    continue
+                if difference(kept.at(site, step.index), value.cpu()) > tolerance(self._adapted):
+                    raise InputError(
+                        f"nnsight's {site!r} at {step} isn't what was there: {self.config.family} writes over it in place after it is "
+                        "read, and nnsight's cache keeps references. Use visitlens.adapt"
+                    )
+
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
         options = {**self.family.call, **self.family.start(self._weights, documents)}
-        where = {"remote": True} if self.remote else {}
+        where = {"remote": self.remote} if self.remote else {}
         captured = self._captured
         paths = [] if captured is None else sorted(self._watched(captured))
         modules = [self._envoy(path) for path in paths]
@@ -118,11 +164,12 @@ class NNsightModel(FamiliarCalls, DocumentModel):
                     self.place(captured, read.site, step.index, _value(read, calls[name][call]), tuple(documents.shape))
 
 
-def from_nnsight(lm: Any, family: Family | None = None, *, remote: bool = False) -> NNsightModel:
-    """An nnsight model (`LanguageModel`, or `NNsight` around a model) by visit.
+def from_nnsight(lm: Any, family: Family | None = None, *, remote: bool | str = False) -> NNsightModel:
+    """An nnsight model (`LanguageModel`, or `NNsight` around a model) by visit; `remote` as in nnsight's `trace`.
 
     Raises:
-        InputError: not an nnsight model, or of a family without an adapter.
+        InputError: not an nnsight model, of a family without an adapter or one that leaves tokens out of visits, or `remote` of
+            a model that no server knows.
     """
     if not hasattr(lm, "trace") or not (hasattr(lm, "_model") or hasattr(lm, "_module")):
         raise InputError(f"expected an nnsight LanguageModel or NNsight, got {type(lm).__name__}")

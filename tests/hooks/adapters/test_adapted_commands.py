@@ -67,6 +67,26 @@ def test_ablate_keeps_its_result_in_the_recording(recorded: Recorded, run: Run, 
     assert code == 1 and "no such checkpoint folder" in err
 
 
+def test_what_is_left_out_is_told_with_the_reason(recorded: Recorded, run: Run, words: Path, tmp_path: Path) -> None:
+    path = recorded("dory").recording.path
+    code, out, _ = run("info", path)
+    assert (
+        code == 0
+        and "4 heads, dense" in out
+        and "note       attn_write and moe_write are the normalised outputs" in out
+    )
+    code, out, _ = run("info", path, "--measures")
+    told = {names: why.strip() for names, why in zip(out.splitlines(), out.splitlines()[1:], strict=False)}
+    why = next(why for names, why in told.items() if names.startswith("left out: ") and "update_cosine" in names)
+    assert code == 0 and why.startswith("nGPT interpolation")
+    code, _, err = run("export", path, "update_cosine", "-o", tmp_path / "x.csv")
+    assert code == 1 and "update_cosine was left out of this model: nGPT" in err.replace("\n", " ")
+    hrm = recorded("hrm_text")
+    code, _, err = run("ablate", hrm.recording.path, "--model", checkpoint(hrm), "--metric", "text", "--text", words)
+    said = err.replace("\n", " ")
+    assert code == 1 and "layers 0, 1 run 6 times; layers 2, 3 run 2 times" in said and "--layers 0,1" in said
+
+
 def test_a_recording_of_another_loop_count_is_not_ablated(
     recorded: Recorded, run: Run, words: Path, tmp_path: Path
 ) -> None:

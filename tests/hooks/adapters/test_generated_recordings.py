@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import visitlens as vl
 from visitlens.hooks.adapters.adapt import adapt
+from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import generate
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.recorder import RecordingOptions, record
@@ -115,11 +116,55 @@ def test_the_command_records_what_a_model_writes(make_model: Callable[..., Any],
     code, _, err = run("record", *arguments, "--out", out, "--level", "activations", "--sites", "Q", "--batch", 2)
     assert code == 0, "a finished recording is left alone"
     code, _, err = run("record", *arguments, "--out", tmp_path / "m.vlens", "--level", "maps")
-    assert code == 1 and "attention maps aren't kept of generated texts" in err
+    assert code == 0, err
+    saved = vl.load_model(tmp_path / "model")  # in half precision
+    with capture(saved, ["P"]) as captured:
+        saved(torch.tensor([expected[0]]), return_type="none")
+    kept = vl.open(tmp_path / "m.vlens").recording.attention_maps(1, 2, context=0)
+    n = len(expected[0])
+    np.testing.assert_allclose(kept[:, :n, :n], captured.get("P", 1, 2)[0].numpy(), atol=2e-3)
     code, _, err = run(
         "record", tmp_path / "model", tmp_path / "prompts.jsonl", "--generate", 100, "-o", tmp_path / "n"
     )
     assert code == 1 and "a prompt of 5 tokens and 100 more exceed the context of 64" in err
+
+
+def test_the_command_draws_tokens_and_keeps_how(
+    make_hf: Callable[..., Any], save_tokenizer: Callable[[Path], None], tmp_path: Path, run: Run
+) -> None:
+    make_hf("dory").save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"text": "w5 w9 w14 w7"}\n{"text": "w8 w4"}\n')
+    (tmp_path / "one.jsonl").write_text('{"text": "w5 w9 w14 w7"}\n')
+    drawn = ("--generate", 8, "--temperature", 2, "--top-p", 0.9, "--level", "tokens", "--no-checks")
+
+    def ids(name: str, text: str, *arguments: object) -> list[int]:
+        code, _, err = run("record", tmp_path / "model", tmp_path / text, *arguments, "--out", tmp_path / name)
+        assert code == 0, err
+        return vl.open(tmp_path / name).recording.token_table()["id"].tolist()
+
+    first, again, other = (ids(f"{n}.vlens", "prompts.jsonl", *drawn, "--seed", s) for n, s in enumerate((3, 3, 4)))
+    assert first == again != other
+    alone = ids("alone.vlens", "one.jsonl", *drawn, "--seed", 3)
+    assert first[: len(alone)] == alone, "a prompt's tokens don't depend on the other prompts"
+    provenance = vl.open(tmp_path / "0.vlens").recording.provenance
+    assert provenance["generation"] == {"new_tokens": 8, "temperature": 2.0, "top_p": 0.9, "seed": 3}
+    assert provenance["seed"] == 3
+    code, out, _ = run("info", tmp_path / "0.vlens")
+    assert code == 0 and "up to 8 tokens a prompt, drawn at temperature 2.0, top_p 0.9, seed 3" in out
+    rec = vl.record(
+        tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "n.vlens", level="tokens", generate=8, seed=3, checks=False,
+        temperature=2.0, top_p=0.9,
+    )  # fmt: skip
+    assert rec.recording.token_table()["id"].tolist() == first
+    for arguments, said in (
+        (("--generate", 8, "--top-p", 0.9), "top_p 0.9 is of sampling"),
+        (("--temperature", 1), "say how many tokens to generate"),
+        (("--generate", 8, "--seed", 1), "give a temperature above 0"),
+        (("--generate", 8, "--temperature", 1, "--top-p", 0), "expected top_p in"),
+    ):
+        code, _, err = run("record", tmp_path / "model", tmp_path / "one.jsonl", *arguments, "-o", tmp_path / "x")
+        assert code == 1 and said in err.replace("\n", " ")
 
 
 def test_what_cannot_be_generated_is_refused(

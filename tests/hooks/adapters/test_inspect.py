@@ -56,6 +56,7 @@ def test_a_family_without_an_adapter_is_discovered() -> None:
     ]
     assert found["steps"][3]["module"] == "funnel.encoder.blocks.0.1" and "none for this family" in found["adapter"]
     assert {tie["status"] for tie in found["ties"]} == {"tied"}
+    assert "pools the sequence between blocks" in found["adapter"]
 
 
 def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:

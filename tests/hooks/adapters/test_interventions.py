@@ -73,6 +73,23 @@ def test_a_site_replaced_by_its_own_value_changes_no_bit(family: str, adapted: A
     assert "forward" not in model.__dict__
 
 
+def test_clean_to_clean_is_exactly_nothing_at_every_layer_and_visit(family: str, adapted: Adapted) -> None:
+    model = adapted(family)
+    plain = run(model)
+    clean = seen(model, sites_of(model))
+    for step in model.plan.steps:
+        here = [site for site in sites_of(model) if step.index in steps_with(model, site)]
+        own = [replace(site, clean, layer=step.layer, visit=step.visit) for site in here]
+        assert torch.equal(run(model, *own), plain), step
+
+
+def test_ablating_a_visit_is_that_visits_alone(loops: list[AdaptedModel]) -> None:
+    for model in loops:
+        layer = next(layer for layer in model.plan.looped_layers if layer not in model.config.absent.get("PV", {}))
+        found = [run(model), *(run(model, zero("PV", layer=layer, visit=visits)) for visits in (1, 2, (1, 2)))]
+        assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i]), model.config.family
+
+
 def test_what_is_put_in_is_what_a_capture_sees_and_the_logits_move(family: str, adapted: Adapted) -> None:
     model, real = adapted(family), SEGMENTS >= 0
     sites = [site for site in sites_of(model) if site not in ("experts", "P")]

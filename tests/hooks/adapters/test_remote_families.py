@@ -20,6 +20,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.moeut import MoEUT
 from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.hooks.sites import SITES
@@ -67,7 +68,7 @@ def test_the_guards_hold_and_the_order_is_the_one_by_hand(name: str) -> None:
     guards = {guard.name: guard for guard in check(model, TOKENS[:1])}
     assert guards["observation"].ok and guards["attention rows"].ok and guards["documents"].ok, guards
     assert guards["writes"].ok is (None if name == "huginn" else True), guards["writes"]
-    assert guards["cached generation"].ok in (None, True)
+    assert guards["cached generation"].ok is (True if name in ("huginn", "recursive") else None)
 
 
 @each
@@ -108,6 +109,23 @@ def test_interventions_reach_every_site(name: str) -> None:
     with intervene(model, skip(layer=layer, visit=2)), capture(model, ["resid", "resid_out"]) as seen:
         model(TOKENS, SEGMENTS)
     assert torch.equal(seen.get("resid", layer, 2)[real], seen.get("resid_out", layer, 2)[real])
+
+
+def test_huginn_generates_by_token_and_visit_and_its_core_has_gradients() -> None:
+    """Its code restarts positions at 0 behind a cache, and cuts every loop's gradient, unless told otherwise."""
+    model = MODELS["huginn"][0]()
+    generation = capture_generation(model, TOKENS[:, :7], 4, ["resid", "K"])
+    assert torch.equal(model(generation.tokens)[:, 6:10].argmax(-1), generation.tokens[:, 7:])  # type: ignore[index]  # a tensor
+    factor = torch.ones((), requires_grad=True)
+
+    def loss(value: Any) -> Tensor:
+        with intervene(model, scale("V", value, layer=1, visit=2)):
+            return model(TOKENS, return_type="loss").double().sum()  # type: ignore[union-attr]  # a tensor
+
+    (gradient,) = torch.autograd.grad(loss(factor), factor)
+    with torch.no_grad():
+        slope = (loss(1.01) - loss(0.99)) / 0.02
+    assert float(gradient) == pytest.approx(float(slope), rel=0.05) and float(gradient) != 0.0
 
 
 def test_loop_counts_of_models_that_read_theirs_when_they_run() -> None:

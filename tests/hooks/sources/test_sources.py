@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,19 +229,75 @@ def test_nnsight_refuses_what_it_cannot_see_and_a_plan_that_is_not_the_models(hr
         vl.from_nnsight(hrm)
 
 
-def test_the_remote_path_is_the_local_one_with_one_argument(hrm: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def remotable(hrm: nn.Module, bridge: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """HRM-Text as a server would know it: by a name."""
     nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
-    lm = nnsight.NNsight(hrm)
-    asked: list[dict[str, Any]] = []
-    trace = type(lm).trace
+    import transformers
 
-    def local(self: Any, *args: Any, **options: Any) -> Any:
-        asked.append({key: options.pop(key) for key in ("remote",) if key in options})
-        return trace(self, *args, **options)
+    folder = tmp_path_factory.mktemp("named")
+    bridge.tokenizer.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return nnsight.LanguageModel(hrm, tokenizer=tokenizer)
 
-    source: Callable[..., Any] = vl.from_nnsight(lm, remote=True)
-    monkeypatch.setattr(type(lm), "trace", local)
-    # nnsight reads the caller's source, which the wrapper hides from it: the argument is what counts here.
-    with suppress(Exception):
-        source(TOKENS[:1])
-    assert asked == [{"remote": True}]
+
+@pytest.mark.parametrize("remote", ["local", True])
+def test_the_remote_path_gives_the_same_events(
+    remote: bool | str, remotable: Any, hrm: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace is serialised, read back where this code's own modules are hidden, as on a server, and run. `remote=True` goes
+    through nnsight's backend of that name, whose server is stood in for."""
+    from nnsight.intervention.backends import local
+    from nnsight.intervention.backends import remote as backends
+
+    asked: list[str] = []
+
+    class Server(local.LocalSimulationBackend):
+        def __init__(self, model_key: str, **options: Any) -> None:
+            asked.append(model_key)
+            super().__init__(remotable)
+
+    monkeypatch.setattr(backends, "RemoteBackend", Server)
+    monkeypatch.setattr(type(remotable), "_remoteable_model_key", lambda self: "tiny")
+    source, own = vl.from_nnsight(remotable, remote=remote), adapt(hrm)
+    sites = ["resid", "attn_write", "moe_in"]
+    with vl.capture(source, sites) as through, vl.capture(own, sites) as direct:
+        logits, expected = source(TOKENS, SEGMENTS), own(TOKENS, SEGMENTS)
+    assert torch.equal(logits.nan_to_num(), expected.nan_to_num())  # type: ignore[union-attr]  # tensors
+    for step in own.plan.steps:
+        for site in sites:
+            a, b = through.at(site, step.index), direct.at(site, step.index)
+            assert torch.equal(a.nan_to_num(), b.nan_to_num()), (site, step)
+    batches = len({7, 9, 6})  # documents of one length run together
+    assert len(asked) == (batches if remote is True else 0) and all(key.endswith(":tiny") for key in asked)
+
+
+def test_remote_needs_a_name_that_a_server_knows(hrm: nn.Module) -> None:
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
+    with pytest.raises(
+        InputError, match="NNsight has no name that a server knows it by; wrap it in nnsight's LanguageModel"
+    ):
+        vl.from_nnsight(nnsight.NNsight(hrm), remote=True)
+
+
+def test_a_model_that_writes_over_what_nnsight_keeps_is_found_out(hrm: nn.Module) -> None:
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
+    layer: Any = hrm.get_submodule("model.L_module.layers.1")
+    handle = layer.mlp.register_forward_pre_hook(lambda _, args: (args[0].mul_(2),))
+    try:
+        source = vl.from_nnsight(nnsight.NNsight(hrm))
+        with vl.capture(source, ["resid"]):
+            source(TOKENS)
+        said = r"nnsight's 'moe_in' at step 1 \(layer 1, visit 1\) .* writes over it in place"
+        with vl.capture(source, ["moe_in"]), pytest.raises(InputError, match=said):
+            source(TOKENS)
+    finally:
+        handle.remove()
+
+
+def test_nnsight_refuses_visits_that_leave_tokens_out() -> None:
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
+    from tests.hooks.adapters.test_ragged import Halting, HaltingFamily
+
+    with pytest.raises(InputError, match="leaves tokens out of visits, and nnsight's cache doesn't say which"):
+        vl.from_nnsight(nnsight.NNsight(Halting()), HaltingFamily())

@@ -10,14 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
-def rotate(x: Tensor) -> Tensor:
+class HuginnCache:
+    """Keys and values [..., position, d] by the number of the block's call in a forward; those of the coda count downwards."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, k: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        if step in self.kept:
+            k, v = (torch.cat(pair, dim=-2) for pair in zip(self.kept[step], (k, v), strict=True))
+        self.kept[step] = k, v
+        return k, v
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of [..., position, d]."""
     half = x.shape[-1] // 2
-    angles = torch.outer(torch.arange(x.shape[-2]), 10_000.0 ** -(torch.arange(half) / half))
+    angles = torch.outer(positions, 10_000.0 ** -(torch.arange(half) / half))
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
@@ -27,9 +40,12 @@ class HuginnAttention(nn.Module):
         super().__init__()
         self.Wqkv, self.proj = nn.Linear(16, 48, bias=False), nn.Linear(16, 16, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, step: int, cache: HuginnCache | None) -> Tensor:
         q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.Wqkv(x).chunk(3, dim=-1))
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, dropout_p=0.0, is_causal=True)
+        q, k = rotate(q, positions), rotate(k, positions)
+        if cache is not None:
+            k, v = cache.update(k, v, step)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.0, is_causal=q.shape[2] == k.shape[2])
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -39,8 +55,8 @@ class HuginnBlock(nn.Module):
         self.norm_1, self.norm_2, self.norm_3, self.norm_4 = (nn.RMSNorm(16) for _ in range(4))
         self.attn, self.mlp = HuginnAttention(), nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16))
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        x = self.norm_2(self.attn(self.norm_1(x)) + x)
+    def forward(self, x: Tensor, positions: Tensor, step: int, cache: HuginnCache | None) -> Tensor:
+        x = self.norm_2(self.attn(self.norm_1(x), positions, step, cache) + x)
         return self.norm_4(self.mlp(self.norm_3(x)) + x)
 
 
@@ -54,7 +70,7 @@ class TinyHuginnConfig(PreTrainedConfig):
     padded_vocab_size: int = 61
 
 
-class TinyHuginn(PreTrainedModel):
+class TinyHuginn(PreTrainedModel, GenerationMixin):
     config_class = TinyHuginnConfig
 
     def __init__(self, config: TinyHuginnConfig | None = None) -> None:
@@ -71,18 +87,29 @@ class TinyHuginn(PreTrainedModel):
         return nn.init.trunc_normal_(torch.randn_like(like), std=0.2, a=-0.6, b=0.6)
 
     def forward(
-        self, input_ids: Tensor, num_steps: int = 9, input_states: Tensor | None = None, use_cache: bool = False
+        self,
+        input_ids: Tensor,
+        num_steps: int | tuple[int, int] = 9,
+        input_states: Tensor | None = None,
+        past_key_values: HuginnCache | None = None,
+        use_cache: bool = False,
+        cache_position: Tensor | None = None,
+        **_: Any,
     ) -> Any:
         t: Any = self.transformer
-        embedded = t.wte(input_ids)
+        positions = torch.arange(input_ids.shape[1]) if cache_position is None else cache_position
+        cache = past_key_values or (HuginnCache() if use_cache else None)
+        embedded, number = t.wte(input_ids), -1
         for block in t.prelude:
-            embedded = block(embedded, 0)
+            embedded = block(embedded, positions, number := number + 1, cache)
         x = self.initialize_state(embedded) if input_states is None else input_states.clone()
-        for step in range(num_steps):
-            x = t.adapter(torch.cat([x, embedded], dim=-1))
-            for block in t.core_block:
-                x = block(x, step)
-        x = t.ln_f(x)
+        without, with_gradient = (num_steps, 0) if isinstance(num_steps, int) else num_steps
+        for step in range(without + with_gradient):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and step >= without):
+                x = t.adapter(torch.cat([x, embedded], dim=-1))
+                for block in t.core_block:
+                    x = block(x, positions, number := number + 1, cache)
+        x, number = t.ln_f(x), 0
         for block in t.coda:
-            x = block(x, -1)
-        return CausalLMOutput(logits=self.lm_head(t.ln_f(x)))
+            x = block(x, positions, number := number - 1, cache)
+        return CausalLMOutputWithPast(logits=self.lm_head(t.ln_f(x)), cache=cache)
