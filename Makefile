@@ -33,7 +33,7 @@ docs: .venv/test-ready
 
 .venv/run-ready: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(PIP) -e '.[model,images,fast]'
+	$(PIP) -e '.[model,images,fast,app]'
 	touch $@
 
 .venv/test-ready: .venv/run-ready
