@@ -40,24 +40,26 @@ class AttentionRule:
         return self.causal and not self.from_map and not self.among_visited
 
     def pattern(self, q: Tensor, k: Tensor) -> Tensor:
-        """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]."""
+        """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]. Fewer queries than
+        keys are the last ones."""
         spread = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
         q, spread = (x if x.dtype == torch.float64 else x.float() for x in (q, spread))
         scores = q.transpose(-3, -2) @ spread.movedim(-3, -1) * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        scores = scores.masked_fill(~self.visible(q.shape[-3], q.device), -torch.inf)
+        scores = scores.masked_fill(~self.visible(q.shape[-3], q.device, k.shape[-3]), -torch.inf)
         if self.sinks is None:
             return scores.softmax(-1)
         slot = self.sinks.to(scores).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, slot], dim=-1).softmax(-1)[..., :-1]
 
-    def visible(self, length: int, device: torch.device | None = None) -> Tensor:
-        """[query, key] whether a query of a document sees a key."""
-        allowed = torch.ones(length, length, dtype=torch.bool, device=device)
+    def visible(self, length: int, device: torch.device | None = None, keys: int | None = None) -> Tensor:
+        """[query, key] whether a query of a document sees a key; with more keys than queries, these are the last ones."""
+        keys = length if keys is None else keys
+        allowed = torch.ones(length, keys, dtype=torch.bool, device=device)
         if self.causal:
-            allowed = allowed.tril()
-        return allowed if self.window is None else allowed.triu(1 - self.window)
+            allowed = allowed.tril(keys - length)
+        return allowed if self.window is None else allowed.triu(1 - self.window + keys - length)
 
 
 def map_overlaps(

@@ -36,6 +36,10 @@ class Part:
     first: bool
     whole: bool
 
+    def fits(self, site: str) -> bool:
+        """Whether a site's value of the documents is that of the contexts, in another shape at most."""
+        return self.whole and (site != "P" or self.index.shape[1] == self.length)
+
 
 class OverwrittenError(VisitlensError, RuntimeError):
     """A model changed values in place after they were read; they are copied from then on."""
@@ -94,12 +98,12 @@ class DocumentModel(InstrumentedModel):
         if site in SITES and value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
             value = value.unflatten(0, batch)
         part = self.part
-        if part is not None and (site == "P" or not part.whole):
+        if part is not None and not part.fits(site):
             captured.store(site, step, _placed(part, captured.held(site, step), site, value))
             return
         if site in self.copied or value.is_inference():
             value = value.clone()
-        if part is not None and value.shape[:2] != (part.contexts, part.length):
+        if part is not None and site != "P" and value.shape[:2] != (part.contexts, part.length):
             value = value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
         captured.store(site, step, value)
 
@@ -172,14 +176,14 @@ def _spans(part: Part) -> Iterator[tuple[int, slice]]:
 
 def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
     """As `_placed` in a buffer of zeros, the value itself where it has the contexts' shape already."""
-    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+    if part.fits(site):
         return value if site == "P" else value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
     return _placed(part, None, site, value, 0.0)
 
 
 def _of_documents(part: Part, site: str, value: Tensor) -> Tensor:
     """The inverse of `_in_contexts`."""
-    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+    if part.fits(site):
         return value
     if site == "P":
         return torch.stack([value[context, :, span, span] for context, span in _spans(part)])

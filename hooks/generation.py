@@ -7,14 +7,13 @@ forward over the whole text: a cache that mixes visits up is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
@@ -67,6 +66,10 @@ class CapturedGeneration:
             raise InputError(f"no generated token {generated}: there are {new}, counted from 0")
         return value[:, self.prompt_length + generated]
 
+    def at(self, site: str, step: int) -> Tensor:
+        """[context, position, ...] of a site at a step: what `replace(site, generation)` takes from it."""
+        return self.get(site, self.plan.steps[step].layer, self.plan.steps[step].visit)
+
     def labels(self) -> Iterator[TokenLabel]:
         """By position, then step."""
         for position in range(self.tokens.shape[1]):
@@ -78,7 +81,7 @@ class CapturedGeneration:
 
 @torch.no_grad()
 def capture_generation(
-    model: LoopedMoE | AdaptedModel,
+    model: LoopedMoE | InstrumentedModel,
     prompt: Tensor,
     max_new_tokens: int,
     sites: Iterable[str],
@@ -98,12 +101,12 @@ def capture_generation(
         raise InputError("attention maps of a generation grow with each token: capture them over the generated text")
     if prompt.ndim != 2 or prompt.numel() == 0 or max_new_tokens < 1:
         raise InputError(f"expected a prompt [context, position] and at least 1 new token, got {tuple(prompt.shape)}")
-    decode = _decoder(model)
+    cache = model.new_cache()
     parts: dict[str, dict[int, list[Tensor]]] = {site: {} for site in sites}
     tokens, new = prompt, prompt
     with capture(model, sites) as captured:
         for generated in range(max_new_tokens + 1):  # the last token's own states are kept too
-            logits = decode(new, tokens.shape[1] - new.shape[1])
+            logits = model(new, cache=cache)
             for site, step, value in _values(captured, sites):
                 parts[site].setdefault(step, []).append(value)
             if generated < max_new_tokens:
@@ -120,17 +123,17 @@ def capture_generation(
 def generate(
     model: LoopedMoE | InstrumentedModel, prompt: Tensor, max_new_tokens: int, stop: int | None = None
 ) -> Tensor:
-    """The prompt [1, position] continued greedily, through the model's cache, to `max_new_tokens` more or the token `stop`.
+    """Prompts [context, position] of equal length continued greedily, through the model's cache, by `max_new_tokens`, or until
+    all have come to the token `stop` at once. Inside `intervene`, every forward is intervened on.
 
     Raises:
         InputError: a model that has no cache.
     """
-    decode = _decoder(model)
-    tokens, new = prompt, prompt
+    cache, tokens, new = model.new_cache(), prompt, prompt
     for _ in range(max_new_tokens):
-        new = decode(new, tokens.shape[1] - new.shape[1])[:, -1].argmax(-1, keepdim=True)
+        new = model(new, cache=cache)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, new], dim=1)
-        if stop is not None and int(new) == stop:
+        if stop is not None and bool((new == stop).all()):
             break
     return tokens
 
@@ -144,10 +147,10 @@ def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Ten
     """
     whole = Captured(captured.plan, captured.sites, captured.absent, captured.widths)
     for row in range(len(tokens)):
-        decode = _decoder(model)
+        cache = model.new_cache()
         prompt, length = int((generated[row] == 0).sum()), int((generated[row] >= 0).sum())
         for first, last in [(0, prompt), *((at, at + 1) for at in range(prompt, length))]:
-            decode(tokens[row : row + 1, first:last], first)
+            model(tokens[row : row + 1, first:last], cache=cache, return_type="none")
             whole.rules.update(captured.rules)
             # P is kept unasked where rows can't be had from Q and K.
             for site, step, value in _values(captured, dict.fromkeys((*captured.sites, "P", VISITED))):
@@ -193,44 +196,6 @@ def _values(captured: Captured, sites: Iterable[str]) -> Iterator[tuple[str, int
             value = captured.held(site, step.index)
             if value is not None:
                 yield site, step.index, value
-
-
-def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Tensor]:
-    """Logits of new tokens from a position on, with the past in a cache."""
-    if not isinstance(model, InstrumentedModel):
-        native = model.new_cache()
-
-        def decode_native(new: Tensor, position: int) -> Tensor:
-            logits = model(new, cache=native)
-            assert logits is not None
-            return logits
-
-        return decode_native
-    if not isinstance(model, AdaptedModel):
-        raise InputError(
-            f"{model.config.family} is read through another tool, which doesn't generate: use visitlens.adapt"
-        )
-    held: dict[str, Any] = {}
-
-    def decode(new: Tensor, position: int) -> Tensor:
-        options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
-        result = model.model(new, **options)
-        if not (cache := cache_of(result)):
-            raise InputError(
-                f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
-            )
-        held.update(cache)
-        return model.family.logits(result)
-
-    return decode
-
-
-def cache_of(result: Any) -> dict[str, Any]:
-    """The argument that hands a forward's cache on to the next one; nothing where there is none."""
-    for name in ("cache", "past_key_values"):
-        if (cache := getattr(result, name, None)) is not None:
-            return {name: cache}
-    return {}
 
 
 def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:

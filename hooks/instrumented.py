@@ -109,6 +109,16 @@ class InstrumentedModel(ABC):
         """
         raise InputError(f"{self.config.family} doesn't read its loop count when it runs, so it can't be changed")
 
+    def new_cache(self) -> Any:
+        """An empty cache, for `model(tokens, cache=cache)`: tokens that go on from those before.
+
+        Raises:
+            InputError: this kind of model keeps none.
+        """
+        raise InputError(
+            f"{self.config.family} is read through another tool, which doesn't generate: use visitlens.adapt"
+        )
+
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
     SiteMeans,
     add,
+    generated,
     knock_out_sink,
     mean,
     project_out,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Intervention",
     "add",
+    "generated",
     "intervene",
     "knock_out_sink",
     "mean",
@@ -79,12 +81,15 @@ def intervene(
     model: LoopedMoE | InstrumentedModel,
     *interventions: Intervention | Iterable[Intervention],
     earlier: SiteValues | None = None,
+    prompt: int | None = None,
     must_match: bool = True,
 ) -> Iterator[None]:
     """The model, intervened on; without interventions it is left as it is.
 
     Args:
         earlier: values of steps that don't run inside, for `take` after `run_steps(start=...)`.
+        prompt: how many tokens of the contexts are a prompt, for `token=generated(...)` in forwards without a cache; with one,
+            what its first forward gets, and that holds for forwards without a cache afterwards.
         must_match: whether an intervention that chose no token or expert in any forward is an error.
 
     Raises:
@@ -101,7 +106,7 @@ def intervene(
         )
     if instrumented:
         chain = fitted(chain, model)
-    session = _Session(model, chain, earlier)
+    session = _Session(model, chain, earlier, prompt)
     if instrumented:
         changing = model.changing(session.places, session.change)
     else:
@@ -143,9 +148,15 @@ class _Session:
     """What one `with` keeps: who acts where, and the forward that is running."""
 
     def __init__(
-        self, model: LoopedMoE | InstrumentedModel, chain: list[Intervention], earlier: SiteValues | None
+        self,
+        model: LoopedMoE | InstrumentedModel,
+        chain: list[Intervention],
+        earlier: SiteValues | None,
+        prompt: int | None,
     ) -> None:
         self.model, self.chain, self.plan, self.earlier = model, chain, model.plan, earlier
+        self.prompt = prompt
+        self.clean: tuple[Any, Any] = (None, None)  # the last cache, and one of the same text without interventions
         self.forward: Forward | None = None
         self.muted, self.forwards = False, 0
         self.matched = [False] * len(chain)
@@ -178,17 +189,23 @@ class _Session:
         """The model's forward, which says which tokens run."""
         signature = inspect.signature(forward)
 
+        @wraps(forward)  # a nested `intervene` reads the signature
         def followed(*args: Any, **kwargs: Any) -> Any:
             if self.muted:
                 return forward(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             tokens, cache = next(iter(given.values())), given.get("cache")
-            offset = 0 if cache is None else cache.length
-            current = Forward(tokens, given.get("segments"), offset, in_parts=self.in_parts)
+            behind = None if cache is None else cache.length
+            if behind == 0:
+                self.prompt = tokens.shape[1]
+            current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.in_parts)
+            if cache is not None and (whole := next((i for i in self.chain if i.whole_batch), None)):
+                raise InputError(
+                    f"{whole} reads all tokens of the batch, and a cached forward has the new ones alone: give the mean of a sample, "
+                    "mean(..., over=site_means(...)), or replace from another run"
+                )
             if self.reference_sites:
-                if cache is not None:
-                    raise InputError("swap needs a run without interventions, which a KV cache doesn't allow")
-                current.reference = self._reference(forward, args, kwargs)
+                current.reference = self._reference(forward, given)
             with self._running(current):
                 return forward(*args, **kwargs)
 
@@ -214,11 +231,20 @@ class _Session:
         finally:
             self.forward = None
 
-    def _reference(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _reference(self, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """The same forward without interventions, through a cache of its own."""
+        if (cache := given.get("cache")) is not None:
+            if cache.length == 0:
+                self.clean = (cache, self.model.new_cache())
+            if self.clean[0] is not cache:
+                raise InputError(
+                    "swap needs the run without interventions from the first token on: begin with a new cache"
+                )
+            given = {**given, "cache": self.clean[1]}
         self.muted = True
         try:
             with capture(self.model, self.reference_sites) as captured, torch.no_grad():
-                forward(*args, **kwargs)
+                forward(**given)
                 return captured
         finally:
             self.muted = False

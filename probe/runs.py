@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.hooks.interventions.intervention import flatten
 from visitlens.kernels.errors import InputError
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
 
@@ -35,11 +38,13 @@ class Run:
     token_ids: Tensor = field(repr=False)
     segment_ids: Tensor = field(repr=False)
     interventions: tuple[Intervention, ...] = ()
+    prompt_length: int | None = None
+    """How many tokens were given, where the model wrote the rest (`generate`)."""
     _sites: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def logits(self) -> Tensor:
-        with torch.no_grad(), intervene(self.model.native, *self.interventions):
+        with torch.no_grad(), self._intervened():
             logits = self.model.native(self.token_ids, self.segment_ids)
             assert logits is not None
             return self._one(logits)
@@ -72,14 +77,46 @@ class Run:
             model = self.model.native
             if "forward" in model.__dict__:
                 raise InputError(f"ask this run for {site!r} before `intervene` begins: it would run inside it")
-            with torch.no_grad(), intervene(model, *self.interventions), capture(model, [site]) as captured:
+            with torch.no_grad(), self._intervened(), capture(model, [site]) as captured:
                 model(self.token_ids, self.segment_ids, return_type="none")
             self._sites[site] = captured
         return self._sites[site].at(site, step)
 
     def with_(self, *interventions: Intervention | Sequence[Intervention]) -> Run:
         """The same tokens with more interventions, after those that there are."""
-        return self.model.run(self.token_ids, *self.interventions, *interventions)._masked(self.segment_ids)
+        chain = tuple(flatten([*self.interventions, *interventions]))
+        return self._checked(Run(self.model, self.token_ids, self.segment_ids, chain, self.prompt_length))
+
+    def generate(self, max_new_tokens: int = 32) -> Run:
+        """The text continued greedily under this run's interventions, to the end-of-text token at most: a run of all of it.
+
+        `token=do.generated(0)` is the first token written; `generated` is the text written. A later visit of each new token takes
+        from that token's own earlier visit.
+
+        Raises:
+            InputError: texts of different lengths, a model that keeps no cache, or what can't be done token by token.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"expected at least 1 new token, got {max_new_tokens}")
+        if bool((self.segment_ids < 0).any()):
+            raise InputError("texts of different lengths can't be continued side by side: run each alone")
+        with self._intervened():
+            stop = self.model.config.eos_token_id if len(self.token_ids) == 1 else None
+            tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop)
+        segments = self.segment_ids[:, :1].expand_as(tokens).contiguous()
+        run = Run(self.model, tokens, segments, self.interventions, self.token_ids.shape[1])
+        return self._checked(run)
+
+    @property
+    def generated(self) -> str:
+        """The text that the model wrote (in the first text).
+
+        Raises:
+            InputError: a run of given tokens.
+        """
+        if self.prompt_length is None:
+            raise InputError("every token of this run was given: run.generate(32) continues it")
+        return self.model.tokenizer.decode(self.token_ids[0, self.prompt_length :].tolist(), skip_special_tokens=False)
 
     def diff(self, other: Run) -> Difference:
         """What `other` (the intervened run, say) changes against this one.
@@ -128,12 +165,12 @@ class Run:
         """Displays the tokens with their losses; prints in a terminal."""
         show(self)
 
-    def _masked(self, segments: Tensor) -> Run:
-        """With the padding of another run of the same tokens."""
-        if torch.equal(segments, self.segment_ids):
-            return self
-        run = Run(self.model, self.token_ids, segments, self.interventions)
-        _ = run.logits
+    def _intervened(self) -> AbstractContextManager[None]:
+        return intervene(self.model.native, *self.interventions, prompt=self.prompt_length)
+
+    @staticmethod
+    def _checked(run: Run) -> Run:
+        _ = run.logits  # a wrong place or token is an error here, not later
         return run
 
     def _visits(self, layer: int, visits: tuple[int, int] | None) -> tuple[int, ...]:
@@ -156,7 +193,8 @@ class Run:
         changed = "".join(f", {i!r}" for i in self.interventions)
         loss = "nothing to predict" if np.isnan(mean) else f"{mean:.4f} nats a token"
         tokens = int((self.segment_ids >= 0).sum())
-        return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}, {loss}{changed})"
+        written = "" if self.prompt_length is None else f" ({len(self.token_ids[0]) - self.prompt_length} generated)"
+        return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}{written}, {loss}{changed})"
 
     def _repr_html_(self) -> str:
         values = np.concatenate([[np.nan], self._first(self.loss)])

@@ -14,9 +14,20 @@ from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
-TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | None
-"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], or a function
-from token ids [context, position] to such a mask."""
+
+@dataclass(frozen=True)
+class Generated:
+    """Tokens that a model wrote after a prompt, counted from 0; None: all of them. Made by `generated`."""
+
+    numbers: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"generated({', '.join(map(str, self.numbers or ()))})"
+
+
+TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | Generated | None
+"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], a function
+from token ids [context, position] to such a mask, or `generated(...)`."""
 
 
 class SiteValues(Protocol):
@@ -27,11 +38,13 @@ class SiteValues(Protocol):
 
 @dataclass
 class Forward:
-    """`tokens`, `segment_ids` [context, position]; `offset` is the position of the first token (behind a KV cache)."""
+    """`tokens`, `segment_ids` [context, position]; `behind` a KV cache, how many tokens came before."""
 
     tokens: Tensor
     segment_ids: Tensor | None = None
-    offset: int = 0
+    behind: int | None = None
+    prompt: int | None = None
+    """Where generated tokens begin."""
     reference: SiteValues | None = None
     """The same tokens through the same model without these interventions, where one of them needs it."""
     earlier: SiteValues | None = None
@@ -40,6 +53,18 @@ class Forward:
     """(site, step) -> the value there in this forward, after its interventions."""
     in_parts: bool = False
     """Whether the documents run in several parts, so that a value holds some documents alone."""
+
+    @property
+    def offset(self) -> int:
+        """The position of the first token."""
+        return self.behind or 0
+
+    def here(self, whole: Tensor) -> Tensor:
+        """The tokens at work, of a value [context, position, ...] of the whole text."""
+        last = self.offset + self.tokens.shape[1]
+        if self.behind is None or whole.ndim < 2 or whole.shape[1] < last:
+            return whole
+        return whole[:, self.offset : last]
 
     def value(self, site: str, step: Step) -> Tensor:
         """What a step that has run had at a site.
@@ -83,11 +108,21 @@ class Forward:
                     f"expected token positions, 'start', a mask or a function of token ids, got {choice!r}"
                 )
             return self.start_keys == positions
+        if isinstance(choice, Generated):
+            if self.prompt is None:
+                raise InputError(
+                    "no token was generated here: run the model with a cache (visitlens.hooks.generation.generate), or say where "
+                    "the prompt ends, intervene(..., prompt=5)"
+                )
+            if choice.numbers is None:
+                return (positions >= self.prompt).expand(contexts, length)
+            choice = [self.prompt + number for number in choice.numbers]
         if callable(choice) and not isinstance(choice, Tensor):
             if bool((self.tokens < 0).any()):
                 raise InputError("run_steps knows no token ids to choose by: choose positions, or call the model")
             choice = choice(self.tokens)
         if isinstance(choice, Tensor):
+            choice = self.here(choice)
             if choice.shape != self.tokens.shape or choice.dtype != torch.bool:
                 raise InputError(
                     f"expected a boolean mask of tokens {tuple(self.tokens.shape)}, got {choice.dtype} {tuple(choice.shape)}"

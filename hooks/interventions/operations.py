@@ -14,7 +14,7 @@ from typing import Literal, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice
+from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice
 from visitlens.hooks.interventions.intervention import Choice, Intervention, Place
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
@@ -77,14 +77,20 @@ def add(site: str, vector: float | Tensor, **where: Unpack[WhereExpert]) -> Inte
 
 @_where_shown
 def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[WhereExpert]) -> Intervention:
-    """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
+    """A given value, or that of another run at the same site and step (activation patching: a `Captured`, a captured
+    generation or a run)."""
     place = Place.of(site, **where)
     if isinstance(value, (int, float, Tensor)):
         constant = torch.as_tensor(value)
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
     if not hasattr(value, "at"):
         raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
-    return Intervention("replace", place, lambda old, at: value.at(at.site, at.step.index), values=value)
+
+    def other(old: Tensor, at: At) -> Tensor:
+        found = value.at(at.site, at.step.index)
+        return found if "key" in SITES[site].axes else at.forward.here(found)
+
+    return Intervention("replace", place, other, values=value)
 
 
 @_where_shown
@@ -153,6 +159,17 @@ def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> 
         return value - (value @ b.T) @ b
 
     return Intervention("project_out", _per_token(Place.of(site, **where), "project_out"), change)
+
+
+def generated(*numbers: int) -> Generated:
+    """Tokens to act on, `token=generated(0, 2)`: what the model wrote, counted from 0 after the prompt; all without a number.
+
+    The prompt is what the first forward through a cache gets. Its last token's forward writes generated token 0: to change
+    that, act on the prompt.
+    """
+    if any(not isinstance(n, int) or n < 0 for n in numbers):
+        raise InputError(f"expected numbers of generated tokens, counted from 0, got {', '.join(map(repr, numbers))}")
+    return Generated(numbers or None)
 
 
 # Between visits
@@ -230,7 +247,7 @@ def knock_out_sink(
     def change(pattern: Tensor, at: At) -> Tensor:
         starts = at.forward.start_keys
         own = torch.arange(starts.shape[1], device=pattern.device) + at.forward.offset
-        keys = torch.arange(pattern.shape[-1], device=pattern.device)
+        keys = torch.arange(pattern.shape[-1], device=pattern.device) + own[-1] + 1 - pattern.shape[-1]  # the last ones
         blocked = (keys == starts.unsqueeze(-1)) & (own != starts).unsqueeze(-1)  # [context, query, key]
         rest = pattern.masked_fill(blocked.unsqueeze(1), 0.0)
         if mass == "drop":
