@@ -78,9 +78,10 @@ class InstrumentedModel(ABC):
 
     @abstractmethod
     def __call__(
-        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, *, return_type: str = "logits"
+        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, *, return_type: str = "logits", **cached: Any
     ) -> torch.Tensor | None:
-        """Logits [context, position, vocab] (NaN at padding), the loss as the native model's, or None for "none"."""
+        """Logits [context, position, vocab] (NaN at padding), the loss as the native model's, or None for "none". A model that
+        has caches (`new_cache`) takes one as `cache`."""
 
     @abstractmethod
     def observing(self, captured: Captured) -> AbstractContextManager[None]:

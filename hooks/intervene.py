@@ -225,9 +225,10 @@ class _Session:
 
     @contextmanager
     def _running(self, forward: Forward) -> Iterator[None]:
-        self.forward, self.forwards = forward, self.forwards + 1
+        self.forward = forward
         try:
             yield
+            self.forwards += 1
         finally:
             self.forward = None
 

@@ -23,7 +23,7 @@ do = vl.do
 PROMPT = torch.tensor([[0, 5, 9, 14, 7], [0, 8, 4, 30, 11]])
 NEW = 6
 MODELS = ("native", "dory", "qwen3_moe", "hrm_text", "gpt_oss", "deepseek_v3", "zamba", "inkling2_loop_text")
-NEAR = {"atol": 3e-4, "rtol": 3e-3}
+NEAR: dict[str, Any] = {"atol": 3e-4, "rtol": 3e-3}
 
 
 @pytest.fixture
