@@ -69,6 +69,8 @@ def load_transformers(
         model = auto.from_pretrained(folder, dtype=DTYPES[dtype], use_safetensors=True, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
+    if dtype == "float64" and getattr(model.config, "_experts_implementation", None):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     return model.to(device).eval().requires_grad_(False)
 
 
