@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.sites import SITES, check_sites
 from visitlens.hooks.visit_clock import VisitClock
@@ -121,6 +121,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
         with model.observing(captured):
             yield captured
         return
+    check_model(model)
     plan = model.plan
     captured = Captured(plan, check_sites(sites))
     clock = VisitClock(plan)

@@ -69,6 +69,15 @@ class ModelFacts:
         return tuple(widths[axis] for axis in SITES[site].axes)
 
 
+def check_model(model: Any) -> None:
+    """Raises InputError: neither the native model nor one that is read by steps and sites."""
+    if not isinstance(model, InstrumentedModel) and not (hasattr(model, "hook_dict") and hasattr(model, "plan")):
+        inside = "its .native" if hasattr(model, "native") else "visitlens.adapt(model)"
+        raise InputError(
+            f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
+        )
+
+
 class InstrumentedModel(ABC):
     """A model whose steps and sites visitlens can read. Call it as the native model: token ids [context, position] and,
     for packed contexts, segment ids of the same shape (< 0: padding)."""

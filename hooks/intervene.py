@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
@@ -99,11 +99,8 @@ def intervene(
     if not chain:
         yield
         return
+    check_model(model)
     instrumented = isinstance(model, InstrumentedModel)
-    if not instrumented and not hasattr(model, "hooks"):
-        raise InputError(
-            f"interventions need the native LoopedMoE or an adapted model (visitlens.adapt); {type(model).__name__} has no hook points"
-        )
     if instrumented:
         chain = fitted(chain, model)
     session = _Session(model, chain, earlier, prompt)
@@ -260,10 +257,17 @@ class _Session:
         for number in self.acting.get((site, step.index), ()):
             result, matched = self.chain[number].apply(result, at)
             self.matched[number] |= matched
+            if matched and site == "experts":
+                self._check_experts(self.chain[number], result)
         if (site, step.index) in self.stored:
             self.forward.values[site, step.index] = result
         unchanged = result is value or (not result.requires_grad and torch.equal(result, value))
         return None if unchanged else result
+
+    def _check_experts(self, intervention: Intervention, experts: Tensor) -> None:
+        low, high, number = int(experts.min()), int(experts.max()), self.model.config.num_experts
+        if low < 0 or high >= number:
+            raise InputError(f"{intervention}: expected experts in 0..{number - 1}, got {low}..{high}")
 
     def check_matched(self) -> None:
         """Raises InputError: some intervention chose nothing in any of the forwards."""
@@ -320,6 +324,9 @@ def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_
     Raises:
         InputError: an unlooped model, a loop count below 1, an unknown scale, a family whose loop count is built in.
     """
+    check_model(model)
+    if not isinstance(visits, int) or visits < 1:
+        raise InputError(f"expected at least 1 visit, a whole number, got {visits!r}")
     if isinstance(model, InstrumentedModel):
         if residual_scale not in (None, "kept"):
             raise InputError(

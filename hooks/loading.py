@@ -37,6 +37,7 @@ def load_model(
         InputError: an unknown dtype, a kind of model without an adapter, an option it doesn't take.
         UnavailableError: transformers is needed and isn't installed.
     """
+    check_device(device)
     folder = resolve(source)
     if model_type(folder) is None:
         if options:
@@ -74,12 +75,27 @@ def load_transformers(
     return model.to(device).eval().requires_grad_(False)
 
 
+def check_device(device: str) -> None:
+    """Raises InputError: no such device, or none here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all three
+        why = str(error).splitlines()[0]
+        raise InputError(
+            f"expected a device of this machine, such as cpu, cuda or cuda:1, got {device!r} ({why})"
+        ) from None
+
+
 def resolve(source: str | Path) -> Path:
     """A checkpoint folder; of a hub name (owner/name), its files in the local cache, fetched if they aren't there.
 
     Raises:
         CheckpointError: no such folder, and no such model to be had from the hub.
     """
+    if not isinstance(source, (str, Path)):
+        raise InputError(f"expected a checkpoint folder or a hub name, got {source!r:.80}")
     folder = Path(source)
     if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
         return folder

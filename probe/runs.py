@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.hooks.interventions.forward import numbers
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.kernels.errors import InputError
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
@@ -96,8 +97,8 @@ class Run:
         Raises:
             InputError: texts of different lengths, a model that keeps no cache, or what can't be done token by token.
         """
-        if max_new_tokens < 1:
-            raise InputError(f"expected at least 1 new token, got {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InputError(f"expected at least 1 new token, got {max_new_tokens!r}")
         if bool((self.segment_ids < 0).any()):
             raise InputError("texts of different lengths can't be continued side by side: run each alone")
         with self._intervened():
@@ -129,6 +130,10 @@ class Run:
     def top(self, most: int = 5, position: int = -1) -> list[tuple[str, float]]:
         """The most likely next tokens after a position of the first text, with their probabilities."""
         row = self.logits if self.logits.ndim == 2 else self.logits[0]
+        if not 1 <= most <= row.shape[-1] or not -len(row) <= position < len(row):
+            raise InputError(
+                f"expected 1 to {row.shape[-1]} next tokens after a position among {len(row)}, got {most} after {position}"
+            )
         found = row[position].float().softmax(-1).topk(most)
         decode = self.model.tokenizer.decode
         return [(decode([int(i)]), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
@@ -138,8 +143,8 @@ class Run:
         rows = self._labels()
         maps = {v: self.at("P", self.model.plan.step(layer, v).index)[0] for v in self._visits(layer, visits)}
         heads = next(iter(maps.values())).shape[0]
-        if not 0 <= head < heads:
-            raise InputError(f"expected a head in 0..{heads - 1}, got {head}")
+        if not isinstance(head, (int, np.integer)) or not 0 <= head < heads:
+            raise InputError(f"expected a head in 0..{heads - 1}, got {head!r}")
         n = len(rows)
         both_ways = "next token" in getattr(self.model.config, "missing", ())
         seen = np.ones((n, n), bool) if both_ways else np.tril(np.ones((n, n), bool))
@@ -175,7 +180,10 @@ class Run:
 
     def _visits(self, layer: int, visits: tuple[int, int] | None) -> tuple[int, ...]:
         last = self.model.plan.step(layer, 1) and self.model.plan.visits[layer]
-        return visits if visits is not None else (1, last) if last > 1 else (1,)
+        chosen = numbers(visits) or ((1, last) if last > 1 else (1,))
+        if len(chosen) > 2:
+            raise InputError(f"expected one visit or two to compare, got {visits}")
+        return chosen
 
     def _labels(self) -> list[str]:
         return [f"{i} {token!r}" for i, token in enumerate(self.tokens)]
@@ -209,6 +217,8 @@ class Difference:
     after: Run
 
     def __post_init__(self) -> None:
+        if not isinstance(self.after, Run):
+            raise InputError(f"expected another run of the same text, got {self.after!r:.80}")
         if not torch.equal(self.before.token_ids, self.after.token_ids):
             raise InputError("the two runs have different tokens: compare runs of one text")
 

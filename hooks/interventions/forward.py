@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -121,6 +122,9 @@ class Forward:
             if bool((self.tokens < 0).any()):
                 raise InputError("run_steps knows no token ids to choose by: choose positions, or call the model")
             choice = choice(self.tokens)
+        if hasattr(choice, "dtype"):
+            choice = torch.as_tensor(choice)
+            choice = choice if choice.dtype == torch.bool else choice.tolist()  # positions, else
         if isinstance(choice, Tensor):
             choice = self.here(choice)
             if choice.shape != self.tokens.shape or choice.dtype != torch.bool:
@@ -128,7 +132,7 @@ class Forward:
                     f"expected a boolean mask of tokens {tuple(self.tokens.shape)}, got {choice.dtype} {tuple(choice.shape)}"
                 )
             return choice.to(self.tokens.device)
-        wanted = torch.tensor([choice] if isinstance(choice, int) else list(choice or ()), dtype=torch.long)
+        wanted = torch.tensor(numbers(choice) or (), dtype=torch.long)
         return torch.isin(positions, wanted.to(positions.device)).expand(contexts, length)
 
     def other_documents(self, seed: int) -> Tensor:
@@ -173,6 +177,12 @@ class At:
         return value if site is None else self.forward.values[site, self.step.index]
 
 
+def _whole(number: Any) -> int:
+    if isinstance(number, bool):
+        raise TypeError
+    return index(number)
+
+
 def numbers(choice: Any) -> tuple[int, ...] | None:
     """An int or several as a tuple; None stays None (all).
 
@@ -182,9 +192,10 @@ def numbers(choice: Any) -> tuple[int, ...] | None:
     if choice is None:
         return None
     try:
-        chosen = (int(choice),) if isinstance(choice, int) else tuple(int(number) for number in choice)
-    except (TypeError, ValueError):
-        raise InputError(f"expected an integer, several, or None for all, got {choice!r}") from None
+        chosen = (_whole(choice),) if hasattr(choice, "__index__") and not getattr(choice, "shape", ()) else None
+        chosen = tuple(map(_whole, choice)) if chosen is None else chosen
+    except TypeError:
+        raise InputError(f"expected an integer, several, or None for all, got {choice!r:.80}") from None
     if not chosen:
         raise InputError("an empty choice matches nothing; leave it out for all")
     return chosen

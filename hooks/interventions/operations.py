@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice
+from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice, numbers
 from visitlens.hooks.interventions.intervention import Choice, Intervention, Place
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
@@ -65,6 +65,7 @@ def zero(site: str, **where: Unpack[WhereExpert]) -> Intervention:
 def scale(site: str, factor: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value times a factor (a number, or a tensor that broadcasts against [context, position, ...])."""
     place = _numeric(Place.of(site, **where), "scale")
+    factor = _amount(factor, "scale")
     return Intervention("scale", place, lambda value, at: value * factor, number=_number(factor))
 
 
@@ -72,6 +73,7 @@ def scale(site: str, factor: float | Tensor, **where: Unpack[WhereExpert]) -> In
 def add(site: str, vector: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value plus a vector over its last axis (a steering vector), or any tensor that broadcasts against it."""
     place = _numeric(Place.of(site, **where), "add")
+    vector = _amount(vector, "add")
     return Intervention("add", place, lambda value, at: value + vector, number=_number(vector))
 
 
@@ -80,11 +82,9 @@ def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[Where
     """A given value, or that of another run at the same site and step (activation patching: a `Captured`, a captured
     generation or a run)."""
     place = Place.of(site, **where)
-    if isinstance(value, (int, float, Tensor)):
-        constant = torch.as_tensor(value)
+    if not callable(getattr(value, "at", None)):
+        constant = torch.as_tensor(_amount(value, f"a capture or a run to replace {site!r} by"))
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
-    if not hasattr(value, "at"):
-        raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
 
     def other(old: Tensor, at: At) -> Tensor:
         found = value.at(at.site, at.step.index)
@@ -113,6 +113,8 @@ def mean(site: str, over: SiteMeans | None = None, **where: Unpack[WhereExpert])
             raise InputError(f"the means hold no {at.site!r} at {at.step}; make them with site_means") from None
         return found[at.experts] if by_expert else found
 
+    if over is not None and not isinstance(over, Mapping):
+        raise InputError(f"expected the means of a sample, from site_means, got {over!r:.80}")
     place = _per_token(Place.of(site, **where), "mean")
     return Intervention("mean", place, change, whole_batch=over is None, beside=("experts",) * (site == "expert_out"))
 
@@ -144,7 +146,8 @@ def resample(site: str, seed: int = 0, **where: Unpack[Where]) -> Intervention:
 @_where_shown
 def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value without its part along one direction [d] or several [n, d] of its last axis."""
-    if directions.ndim not in (1, 2) or not bool(directions.isfinite().all()):
+    directions = torch.as_tensor(_amount(directions, "project_out"))
+    if directions.ndim not in (1, 2) or not directions.numel() or not bool(directions.isfinite().all()):
         raise InputError(f"expected finite directions [d] or [n, d], got shape {tuple(directions.shape)}")
     _, sizes, rows = torch.linalg.svd(directions.reshape(-1, directions.shape[-1]).double(), full_matrices=False)
     precision = torch.finfo(directions.dtype if directions.is_floating_point() else torch.float32).eps
@@ -179,9 +182,11 @@ def generated(*numbers: int) -> Generated:
 def take(site: str, source: int = 1, **where: Unpack[Where]) -> Intervention:
     """What visit `source` of the same layer had in the same forward (after its own interventions): a frozen site.
 
-    `visit` is by default every later one. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
+    `visit` is by default every later one; from itself (`source=2, visit=2`) it is the identity. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
     to take both, name both.
     """
+    if not isinstance(source, int) or source < 1:
+        raise InputError(f"expected the number of a visit to take from, counted from 1, got {source!r}")
     place = dataclasses.replace(Place.of(site, **where), least=source)
     if place.visit is None:
         place = dataclasses.replace(place, after=source)
@@ -201,9 +206,10 @@ def swap(
     token: TokenChoice = None,
 ) -> Intervention:
     """Each of two visits gets what the other had in the run without these interventions (one more forward)."""
-    a, b = visits
-    if a == b:
+    chosen = numbers(visits) or ()
+    if len(set(chosen)) != 2 or len(chosen) != 2:
         raise InputError(f"expected two different visits to swap, got {visits}")
+    a, b = chosen
     other = {a: b, b: a}
 
     def change(value: Tensor, at: At) -> Tensor:
@@ -256,6 +262,23 @@ def knock_out_sink(
         return torch.where(total > 0, rest * (pattern.sum(-1, keepdim=True) / total), rest)
 
     return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head), change)
+
+
+def _amount(given: Any, what: str) -> float | Tensor:
+    """A number or a tensor; of an array or a list, its tensor.
+
+    Raises:
+        InputError: something else.
+    """
+    if isinstance(given, (int, float, Tensor)):
+        return given
+    try:
+        made = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        made = None
+    if made is None or made.is_complex():
+        raise InputError(f"{what}: expected a number or a tensor, got {given!r:.80}")
+    return made
 
 
 def _number(given: object) -> float | None:
