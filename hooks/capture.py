@@ -116,12 +116,12 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
         InputError: an unknown site, or one that the model doesn't have.
     """
     keep_freed_memory()
+    check_model(model)
     if isinstance(model, InstrumentedModel):
         captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.missing_widths())
         with model.observing(captured):
             yield captured
         return
-    check_model(model)
     plan = model.plan
     captured = Captured(plan, check_sites(sites))
     clock = VisitClock(plan)

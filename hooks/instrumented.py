@@ -70,11 +70,15 @@ class ModelFacts:
 
 
 def check_model(model: Any) -> None:
-    """Raises InputError: neither the native model nor one that is read by steps and sites."""
+    """Raises InputError: neither the native model nor one that is read by steps and sites, or one without weights."""
     if not isinstance(model, InstrumentedModel) and not (hasattr(model, "hook_dict") and hasattr(model, "plan")):
         inside = "its .native" if hasattr(model, "native") else "visitlens.adapt(model)"
         raise InputError(
             f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
+        )
+    if next(iter(model.parameters())).is_meta:
+        raise InputError(
+            "the model lies on the meta device, which holds no weights: load them first (visitlens.load_model)"
         )
 
 

@@ -95,11 +95,11 @@ def intervene(
     Raises:
         InputError: a place that the model doesn't have; on leaving, an intervention that matched nothing.
     """
+    check_model(model)
     chain = flatten(interventions)
     if not chain:
         yield
         return
-    check_model(model)
     instrumented = isinstance(model, InstrumentedModel)
     if instrumented:
         chain = fitted(chain, model)

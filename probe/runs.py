@@ -185,6 +185,11 @@ class Run:
             raise InputError(f"expected one visit or two to compare, got {visits}")
         return chosen
 
+    @property
+    def _predicted(self) -> int:
+        """How many tokens have one before them."""
+        return int((self.segment_ids[:, 1:] >= 0).sum())
+
     def _labels(self) -> list[str]:
         return [f"{i} {token!r}" for i, token in enumerate(self.tokens)]
 
@@ -196,10 +201,9 @@ class Run:
         return row[: len(self.tokens) - 1].double().cpu().numpy()
 
     def __repr__(self) -> str:
-        mean = float(self.loss.nanmean()) if self.loss.numel() else float("nan")
         texts = "" if len(self.token_ids) == 1 else f"{len(self.token_ids)} texts, "
         changed = "".join(f", {i!r}" for i in self.interventions)
-        loss = "nothing to predict" if np.isnan(mean) else f"{mean:.4f} nats a token"
+        loss = _mean_of(self.loss, self._predicted)
         tokens = int((self.segment_ids >= 0).sum())
         written = "" if self.prompt_length is None else f" ({len(self.token_ids[0]) - self.prompt_length} generated)"
         return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}{written}, {loss}{changed})"
@@ -253,11 +257,21 @@ class Difference:
         else:
             names = [", ".join(map(repr, chain)) or "nothing" for chain in (after, before)]
             changed = " against ".join(names)
-        return f"Difference({changed}: {float(self.loss.nanmean()):+.4f} nats a token, KL {float(self.divergence.nanmean()):.4f})"
+        lost = _mean_of(self.loss, self.before._predicted, "+")
+        return f"Difference({changed}: {lost}, KL {float(self.divergence.nanmean()):.4f})"
 
     def _repr_html_(self) -> str:
         values = np.concatenate([[np.nan], self.before._first(self.loss)])
         return f"<div>{html.escape(repr(self))}</div>{token_strip(self.before.tokens, values, 'nats')}"
+
+
+def _mean_of(loss: Tensor, predicted: int, sign: str = "") -> str:
+    """The mean, and how many tokens it is without because theirs is no number."""
+    known = int(loss.isfinite().sum())
+    if not predicted:
+        return "nothing to predict"
+    without = "" if known == predicted else f" over {known} of {predicted}, the others aren't numbers"
+    return f"{float(loss[loss.isfinite()].mean()):{sign}.4f} nats a token{without}"
 
 
 def _compared(shown: dict[int, np.ndarray]) -> dict[str, np.ndarray]:

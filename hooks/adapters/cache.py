@@ -16,8 +16,8 @@ class Cache:
     """`length` tokens so far; `passed` are the arguments that hand the model's own cache on."""
 
     length: int = 0
-    passed: dict[str, Any] = field(default_factory=dict)
-    changed: dict[tuple[StepEditor, str, int], Tensor] = field(default_factory=dict)
+    passed: dict[str, Any] = field(default_factory=dict, repr=False)
+    changed: dict[tuple[StepEditor, str, int], Tensor] = field(default_factory=dict, repr=False)
     """Keys and values [batch, kv head, token, d] as an `intervene` made them, by site and step: the model's own cache is
     filled before they are changed."""
 
