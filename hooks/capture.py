@@ -219,7 +219,7 @@ class StepValues:
     @cached_property
     def keys_seen(self) -> Tensor:
         """[token, step] how many keys a query sees: its position in the segment, plus 1, or the step's sliding window; of a step
-        that has only some tokens as keys, those of them. Where attention goes both ways, positions count as if it didn't."""
+        that has only some tokens as keys, those of them. Where attention goes both ways, every token of the segment."""
         positions = self.segments.positions()
         keys = (positions + 1).unsqueeze(1).repeat(1, len(self.plan))
         for step, rule in self._captured.rules.items():
@@ -228,6 +228,9 @@ class StepValues:
                 assert there is not None
                 before = there.cumsum(0) - there.long()
                 keys[:, step] = before + there - before[torch.arange(len(keys)) - positions]
+            if not rule.causal:
+                lengths = torch.tensor(self.segments.bounds).diff()
+                keys[:, step] = lengths.repeat_interleave(lengths)
             if rule.window is not None:
                 keys[:, step].clamp_(max=rule.window)
         return keys
