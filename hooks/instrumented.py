@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
         raise InputError(
             f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
         )
-    if next(iter(model.parameters())).is_meta:
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError(
             "the model lies on the meta device, which holds no weights: load them first (visitlens.load_model)"
         )

@@ -69,7 +69,8 @@ class StepEditor(StepObserver):
         whole = x if before is None else torch.cat([before[:, :, -past:], x[:, :, past:]], dim=2)
         changed = self._store(site, x[:, :, past:].transpose(1, 2))
         if changed is not None:
-            whole = torch.cat([whole[:, :, :past], changed.transpose(1, 2)], dim=2)
+            own = changed.transpose(1, 2)
+            whole = torch.cat([whole[:, :, :past], own], dim=2) if past else own
         if cache is not None and site != "Q" and whole is not x:
             cache.changed[key] = whole
         return whole
