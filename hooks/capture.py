@@ -14,7 +14,7 @@ from torch import Tensor
 from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
 from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.sites import SITES, check_sites
+from visitlens.hooks.sites import SITES, Sizes, check_sites, token_shape
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.attention_rows import (
     OverlapStatistics,
@@ -37,9 +37,10 @@ VISITED = "visited"
 
 
 class Captured:
-    """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...].
+    """Site values of the last forward: `get(site, layer, visit)` is [context, position, ...]. They are copies: what the model
+    does to its own tensors afterwards doesn't reach them.
 
-    `absent` names the steps that lack a site, with the reason; `widths` a token's shape of sites that no step has; `rules` the steps whose attention
+    `absent` names the steps that lack a site, with the reason; `sizes` are the model's; `rules` the steps whose attention
     rows aren't the plain causal softmax of Q and K.
     """
 
@@ -48,13 +49,13 @@ class Captured:
         plan: ExecutionPlan,
         sites: tuple[str, ...],
         absent: Mapping[str, Mapping[int, str]] | None = None,
-        widths: Mapping[str, tuple[int, ...]] | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         self.plan, self.sites = plan, sites
-        self.absent, self.widths = absent or {}, widths or {}
+        self.absent, self.sizes = absent or {}, sizes
         self.rules: dict[int, AttentionRule] = {}
-        self._values: dict[str, dict[int, Tensor]] = {site: {} for site in sites}
-        self._versions: dict[tuple[str, int], int] = {}
+        self._values: dict[str, dict[int, Tensor | None]] = {site: {} for site in sites}
+        self._rooms: dict[tuple[str, int], Tensor] = {}
 
     def get(self, site: str, layer: int, visit: int) -> Tensor:
         """Raises InputError where the site wasn't captured or there is no such visit."""
@@ -62,46 +63,58 @@ class Captured:
         return self.at(site, self.plan.step(layer, visit).index)
 
     def at(self, site: str, step: int) -> Tensor:
-        try:
-            return self._values[site][step]
-        except KeyError:
-            if why := self.absent.get(site, {}).get(step):
-                raise InputError(f"{self.plan.steps[step]} has no site {site!r}: {why}") from None
-            if (there := self.held(VISITED, step)) is not None and not there.any():
-                raise InputError(
-                    f"{self.plan.steps[step]} has no tokens: all had halted, and the loop ended before it"
-                ) from None
-            raise InputError(
-                f"site {site!r} has no value at step {step}: run the model inside the capture first"
-            ) from None
-
-    def store(self, site: str, step: int, value: Tensor) -> None:
-        """By reference; `overwritten` says which values the model has changed in place since."""
-        self._values.setdefault(site, {})[step] = value = value.detach()
-        if not value.is_inference():  # those count no versions
-            self._versions[site, step] = value._version
-
-    def overwritten(self) -> frozenset[str]:
-        """Sites with a value that isn't what was stored any more."""
-        return frozenset(
-            site
-            for (site, step), version in self._versions.items()
-            if (value := self.held(site, step)) is not None and value._version != version
-        )
+        if (value := self.held(site, step)) is not None:
+            return value
+        if why := self.absent.get(site, {}).get(step):
+            raise InputError(f"{self.plan.steps[step]} has no site {site!r}: {why}")
+        if (there := self.held(VISITED, step)) is not None and not there.any():
+            raise InputError(f"{self.plan.steps[step]} has no tokens: all had halted, and the loop ended before it")
+        raise InputError(f"site {site!r} has no value at step {step}: run the model inside the capture first")
 
     def held(self, site: str, step: int) -> Tensor | None:
         """The value, if there is one yet."""
         return self._values.get(site, {}).get(step)
 
+    def begin(self, contexts: int, length: int, weights: Tensor) -> None:
+        """Lets go of the last forward's values and sets memory aside for those of a forward over [contexts, length], in
+        the weights' dtype: allocated among its temporaries, they would break up the memory that those leave behind."""
+        self.clear()
+        if self.sizes is None:
+            return
+        for site in self.sites:
+            heads, *_ = width = token_shape(site, self.sizes)
+            shape = (contexts, heads, length, length) if site == "P" else (contexts, length, *width)
+            dtype = torch.int64 if site == "experts" else weights.dtype
+            for step in range(len(self.plan)):
+                self._values[site][step] = None  # takes its place in the dict now, too
+                if step not in self.absent.get(site, {}):
+                    self._rooms[site, step] = torch.empty(shape, dtype=dtype, device=weights.device)
+
+    def room(self, site: str, step: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Memory for a value, not filled: what was set aside for it, where that fits."""
+        room = self._rooms.pop((site, step), None)
+        if room is not None and (room.shape, room.dtype, room.device) == (shape, like.dtype, like.device):
+            return room
+        return like.new_empty(shape)
+
+    def store(self, site: str, step: int, value: Tensor) -> None:
+        """A copy of it."""
+        value = value.detach()
+        self.hold(site, step, self.room(site, step, value.shape, value).copy_(value))
+
+    def hold(self, site: str, step: int, value: Tensor) -> None:
+        """The value itself."""
+        self._values.setdefault(site, {})[step] = value
+
     def __repr__(self) -> str:
-        steps = len(set().union(*self._values.values()))
-        return f"Captured({', '.join(self.sites)} at {steps} of {len(self.plan)} steps)"
+        steps = {step for values in self._values.values() for step, value in values.items() if value is not None}
+        return f"Captured({', '.join(self.sites)} at {len(steps)} of {len(self.plan)} steps)"
 
     def clear(self) -> None:
         """Lets go of every value."""
         for values in self._values.values():
             values.clear()
-        self._versions.clear()
+        self._rooms.clear()
 
 
 @contextmanager
@@ -109,7 +122,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
     """Keeps the sites' values of each forward inside; hooks are gone afterwards. Outputs stay bit-identical.
 
     From the first capture on, glibc keeps freed memory for the process: a forward's values would else go back to the system
-    and be faulted in again, page by page, at the next one, which costs more than everything else here.
+    and be faulted in again, page by page, at the next one.
 
     Raises:
         PlanError: the model leaves its plan.
@@ -118,18 +131,18 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
     keep_freed_memory()
     check_model(model)
     if isinstance(model, InstrumentedModel):
-        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.missing_widths())
+        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.config)
         with model.observing(captured):
             yield captured
         return
     plan = model.plan
-    captured = Captured(plan, check_sites(sites))
+    captured = Captured(plan, check_sites(sites), sizes=model.config)
     clock = VisitClock(plan)
 
-    def begin(_: Tensor, hook: Any) -> None:
+    def begin(embedded: Tensor, hook: Any) -> None:
         nonlocal clock
         clock = VisitClock(plan)  # the last forward may have ended in an error
-        captured.clear()  # its values, before this one's take their place in memory
+        captured.begin(embedded.shape[0], embedded.shape[1], embedded)
 
     def enter(_: Tensor, hook: Any, layer: int) -> None:
         clock.enter(layer)
@@ -200,7 +213,9 @@ class StepValues:
         absent = self._captured.absent.get(name, {})
         having = [s.index for s in self.plan.steps if s.index not in absent and not self._halted(s.index)]
         if not having:
-            return torch.full((self.segments.num_tokens, *self._captured.widths[name]), float("nan"))
+            assert self._captured.sizes is not None
+            width = token_shape(name, self._captured.sizes)
+            return torch.full((self.segments.num_tokens, *width), float("nan"))
         like = self.site(name, having[0])
         return torch.full_like(like, float("nan") if like.is_floating_point() else 0)
 

@@ -18,7 +18,7 @@ from visitlens.hooks.capture import Captured
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
 Change = Callable[[str, Step, Tensor], Tensor | None]
@@ -41,16 +41,10 @@ class Part:
         return self.whole and (site != "P" or self.index.shape[1] == self.length)
 
 
-class OverwrittenError(VisitlensError, RuntimeError):
-    """A model changed values in place after they were read; they are copied from then on."""
-
-
 class DocumentModel(InstrumentedModel):
-    """`part` is the batch of documents at work, None where the model is run past `__call__`. `copied` are sites that the model
-    overwrites in place after they are read: found out at the first forward, and kept as copies."""
+    """`part` is the batch of documents at work, None where the model is run past `__call__`."""
 
     part: Part | None = None
-    copied: frozenset[str] = frozenset()
 
     @abstractmethod
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
@@ -75,8 +69,6 @@ class DocumentModel(InstrumentedModel):
             documents = tokens.flatten()[part.index.to(tokens.device)].long()
             try:
                 piece = self.run_documents(documents, return_type)
-            except OverwrittenError:
-                piece = self.run_documents(documents, return_type)
             finally:
                 self.part = None
             if piece is None:
@@ -92,33 +84,33 @@ class DocumentModel(InstrumentedModel):
         logits = logits.unflatten(0, tuple(tokens.shape))
         return logits if return_type == "logits" else _loss(logits, tokens, segments)
 
+    def begin(self, captured: Captured, whole: tuple[int, int] | None = None) -> None:
+        """Before documents run: where they are the first of a forward, the last one's values go. `whole` is the shape of a
+        forward past `__call__`, where it is known."""
+        shape = whole if self.part is None else (self.part.contexts, self.part.length)
+        if shape is None:
+            captured.clear()
+        elif self.part is None or self.part.first:
+            captured.begin(*shape, next(iter(self.parameters())))
+
     def place(self, captured: Captured, site: str, step: int, value: Tensor, batch: tuple[int, ...]) -> None:
         """Stores a site's value of the batch at work. What is padding is NaN (0 in a pattern, and for expert ids)."""
-        value = value.detach()
+        value, part = value.detach(), self.part
         if site in SITES and value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
             value = value.unflatten(0, batch)
-        part = self.part
-        if part is not None and not part.fits(site):
-            captured.store(site, step, _placed(part, captured.held(site, step), site, value))
+        if part is None or (site == "P" and part.fits(site)):  # behind a cache a pattern has more keys than queries
+            captured.store(site, step, value)
             return
-        if site in self.copied or value.is_inference():
-            value = value.clone()
-        if part is not None and site != "P" and value.shape[:2] != (part.contexts, part.length):
-            value = value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
-        captured.store(site, step, value)
-
-    def check_kept(self, captured: Captured) -> None:
-        """At the end of a forward: what was read is what is kept.
-
-        Raises:
-            OverwrittenError: the model has changed some of it in place.
-        """
-        if found := captured.overwritten():
-            self.copied |= found
-            raise OverwrittenError(
-                f"{self.config.family} overwrites {', '.join(sorted(found))} in place after they were read; they are copied from now "
-                "on: run the forward again"
-            )
+        buffer, everywhere = captured.held(site, step), part.fits(site)
+        if buffer is None:
+            buffer = captured.room(site, step, _laid(part, site, value), value)
+            if not everywhere:
+                buffer.fill_(float("nan") if value.is_floating_point() and site != "P" else 0)
+        if everywhere:
+            buffer.view(value.shape).copy_(value)
+        else:
+            _put(part, buffer, site, value)
+        captured.hold(site, step, buffer)
 
     def changed(self, change: Change, site: str, step: Step, value: Tensor, batch: tuple[int, ...]) -> Tensor | None:
         """What `change` makes of a site's value of the batch at work, in the value's own shape; None where nothing changes.
@@ -151,20 +143,20 @@ class DocumentModel(InstrumentedModel):
             raise InputError(f"{tokens.shape[1]} positions exceed the model's context of {self.config.context_length}")
 
 
-def _placed(part: Part, buffer: Tensor | None, site: str, value: Tensor, fill: float = float("nan")) -> Tensor:
-    """Documents [document, position, ...] in their places among the contexts; of a pattern [document, head, query, key]."""
+def _laid(part: Part, site: str, value: Tensor) -> tuple[int, ...]:
+    """Shape among the contexts of documents [document, position, ...], of a pattern [document, head, query, key]."""
     if site == "P":
-        if buffer is None:
-            buffer = value.new_zeros(part.contexts, value.shape[1], part.length, part.length)
+        return (part.contexts, value.shape[1], part.length, part.length)
+    return (part.contexts, part.length, *value.shape[2:])
+
+
+def _put(part: Part, buffer: Tensor, site: str, value: Tensor) -> None:
+    """Documents in their places among the contexts."""
+    if site == "P":
         for document, (context, span) in zip(value, _spans(part), strict=True):
             buffer[context, :, span, span] = document
-        return buffer
-    if buffer is None:
-        buffer = value.new_full(
-            (part.contexts, part.length, *value.shape[2:]), fill if value.is_floating_point() else 0
-        )
-    buffer.flatten(0, 1)[part.index.flatten().to(value.device)] = value.flatten(0, 1)
-    return buffer
+    else:
+        buffer.flatten(0, 1)[part.index.flatten().to(value.device)] = value.flatten(0, 1)
 
 
 def _spans(part: Part) -> Iterator[tuple[int, slice]]:
@@ -175,10 +167,12 @@ def _spans(part: Part) -> Iterator[tuple[int, slice]]:
 
 
 def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
-    """As `_placed` in a buffer of zeros, the value itself where it has the contexts' shape already."""
+    """Documents among the contexts, zeros elsewhere; the value itself where it has the contexts' shape already."""
     if part.fits(site):
         return value if site == "P" else value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
-    return _placed(part, None, site, value, 0.0)
+    buffer = value.new_zeros(_laid(part, site, value))
+    _put(part, buffer, site, value)
+    return buffer
 
 
 def _of_documents(part: Part, site: str, value: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Ten
     `tokens`, `generated [context, position]`: one text a context; 0 in the prompt, n at the n-th token after it, -1 behind
     the text. The values of all contexts, [context, position, ...] as of one forward over them.
     """
-    whole = Captured(captured.plan, captured.sites, captured.absent, captured.widths)
+    whole = Captured(captured.plan, captured.sites, captured.absent, captured.sizes)
     for row in range(len(tokens)):
         cache = model.new_cache()
         prompt, length = int((generated[row] == 0).sum()), int((generated[row] >= 0).sum())
@@ -166,7 +166,7 @@ def _put(whole: Captured, site: str, step: int, value: Tensor, row: int, first: 
         contexts, length = shape
         sizes = (contexts, len(value), length, length) if site == "P" else (contexts, length, *value.shape[1:])
         buffer = value.new_full(sizes, float("nan") if value.is_floating_point() and site != "P" else 0)
-        whole.store(site, step, buffer)
+        whole.hold(site, step, buffer)
     if site == "P":
         last = first + value.shape[1]
         buffer[row, :, first:last, last - value.shape[2] : last] = value

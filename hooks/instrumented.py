@@ -55,19 +55,6 @@ class ModelFacts:
     def to_dict(self) -> dict[str, Any]:
         return {"architecture": self.family, **asdict(self)}
 
-    def width(self, site: str) -> tuple[int, ...]:
-        """Shape of one token's value."""
-        d = self.value_dim if site in ("V", "PV") else self.head_dim
-        widths = {
-            "hidden": self.hidden_size,
-            "head": self.num_heads,
-            "kv_head": self.num_kv_heads,
-            "d": d,
-            "expert": self.num_experts,
-            "k": self.experts_per_token,
-        }
-        return tuple(widths[axis] for axis in SITES[site].axes)
-
 
 def check_model(model: Any) -> None:
     """Raises InputError: neither the native model nor one that is read by steps and sites, or one without weights."""
@@ -150,11 +137,6 @@ class InstrumentedModel(ABC):
                 f"{self.config.family} has no site {lacking[0]!r}: {self.config.missing[lacking[0]]}; it has {have}"
             )
         return names
-
-    def missing_widths(self) -> dict[str, tuple[int, ...]]:
-        """Shape of one token's value of sites that this model doesn't have."""
-        sites = [site for site in self.config.missing if site in SITES and "key" not in SITES[site].axes]
-        return {site: self.config.width(site) for site in sites}
 
     def absent_steps(self) -> dict[str, dict[int, str]]:
         """Site -> steps that lack it, with the reason."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.ledger import Ledger
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.object_store import ObjectStore, RemoteLedger
@@ -29,7 +29,7 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.shards import check_room, sole_writer, wait_for_workers
-from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
+from visitlens.hooks.sites import ACTIVATION_SITES, check_sites, token_shape
 from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
@@ -251,16 +251,8 @@ def bytes_per_token(model: RunnableModel, statistics: TokenStatistics, options: 
     steps, config = len(model.plan), model.config
     total = 12 + steps * config.experts_per_token * 4
     total += 4 * sum(int(np.prod(shape)) for shape in statistics.stored_shapes().values())
-    widths = {
-        "hidden": config.hidden_size,
-        "head": config.num_heads,
-        "kv_head": config.num_kv_heads,
-        "d": config.head_dim,
-    }
     for name in options.sites:
-        axes = SITES[name].axes
-        width = config.width(name) if isinstance(config, ModelFacts) else [widths[axis] for axis in axes]
-        total += steps * dtype_of(model).itemsize * int(np.prod(width))
+        total += steps * dtype_of(model).itemsize * int(np.prod(token_shape(name, config)))
     if options.level == "maps":
         total += steps * config.num_heads * schema.MAX_MAP_CONTEXT * 2
     return total

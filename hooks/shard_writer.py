@@ -97,9 +97,7 @@ class ShardWriter:
         after the context at hand and holds those before."""
         shard = ShardArrays(task)
         try:
-            # In inference mode nothing says whether a model has overwritten what was read, and all of it would be copied.
-            mode = torch.no_grad if isinstance(self.model, InstrumentedModel) else torch.inference_mode
-            with capture(self.model, self.sites) as captured, mode():
+            with capture(self.model, self.sites) as captured, torch.inference_mode():
                 for context in range(task.start, task.stop, self.options.batch):
                     rows = slice(context, min(context + self.options.batch, task.stop))
                     self._forward(rows, captured, shard)

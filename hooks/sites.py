@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from visitlens.kernels.errors import InputError
 
@@ -59,6 +60,38 @@ ASSUMPTIONS = {
     "learned sink": "attention rows have a slot of the model's own that takes mass and gives nothing",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""
+
+
+class Sizes(Protocol):
+    """What a configuration says of a token's values."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+
+
+def token_shape(site: str, sizes: Sizes) -> tuple[int, ...]:
+    """Shape of one token's value, of a pattern (head,): its keys are as many as tokens."""
+    widths = {
+        "hidden": sizes.hidden_size,
+        "head": sizes.num_heads,
+        "kv_head": sizes.num_kv_heads,
+        "d": sizes.value_dim if site in ("V", "PV") else sizes.head_dim,
+        "expert": sizes.num_experts,
+        "k": sizes.experts_per_token,
+    }
+    return tuple(widths[axis] for axis in SITES[site].axes if axis != "key")
 
 
 def check_sites(names: Iterable[str], allowed: Iterable[str] = tuple(SITES)) -> tuple[str, ...]:

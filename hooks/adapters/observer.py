@@ -165,7 +165,7 @@ class StepObserver:
         # Afresh: the last forward may have ended in an error.
         self.clock, self.step = VisitClock(self.adapted.plan, self.adapted.anatomy.ragged), None
         self._routed.clear()
-        self.whole = next(tuple(x.shape[:2]) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        self.whole = next((x.shape[0], x.shape[1]) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         positions = kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] > 1 and bool((positions.diff(dim=-1) <= 0).any()):
             raise InputError(
@@ -178,15 +178,12 @@ class StepObserver:
                 "an attention mask that leaves tokens out: families ignore it, or shift positions by it, in several settings, and "
                 "rows would count what it hides. Call the adapted model with token ids and segment ids, < 0 for padding"
             )
-        part = self.adapted.part
-        if part is None or part.first:
-            self.captured.clear()
+        self.adapted.begin(self.captured, self.whole)
 
     def _end(self, *_: Any) -> None:
         if recomputing():
             return
         self.clock.finish()
-        self.adapted.check_kept(self.captured)
         skipped = {step.index for step in self.clock.skipped}
         for step in skipped:
             nobody = torch.zeros(self.whole, dtype=torch.bool)

@@ -67,6 +67,10 @@ class LoopedMoEConfig:
     def loop_spec(self) -> LoopSpec:
         return LoopSpec(self.num_layers, range(self.loop_start, self.loop_stop), self.visits)
 
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
     def residual_scale(self, layer: int) -> float:
         """1/r inside the loop span, 1 outside."""
         return 1.0 / self.visits if self.loop_start <= layer < self.loop_stop else 1.0

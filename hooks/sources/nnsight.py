@@ -166,8 +166,7 @@ class NNsightModel(FamiliarCalls, DocumentModel):
         return found
 
     def _label(self, captured: Captured, calls: Mapping[str, list[tuple[Any, Any]]], documents: Tensor) -> None:
-        if self.part is None or self.part.first:
-            captured.clear()
+        self.begin(captured)
         for number, layer in enumerate(self.anatomy.layers):
             steps = [step for step in self.plan.steps if step.layer == number]
             ran = [(path, call) for path in layer.modules for call in range(len(calls[path]))]

@@ -90,10 +90,6 @@ class VisitBridge(DocumentModel):
         for site in captured.sites:
             wanted.setdefault(_POINTS[site][0], []).append(site)
 
-        def begin() -> None:
-            if self.part is None or self.part.first:
-                captured.clear()
-
         def store(value: Tensor, hook: VisitPoint) -> None:
             match = _BLOCK.fullmatch(hook.name)
             if hook.step is None or match is None:
@@ -102,7 +98,7 @@ class VisitBridge(DocumentModel):
                 self.place(captured, site, hook.step.index, self._by_head(site, value), tuple(value.shape[:2]))
 
         hooks = [(f"{block}.visit.*.{point}", store) for block in self.blocks for point in wanted]
-        with self.hooks(hooks, begin, lambda: self.check_kept(captured)):
+        with self.hooks(hooks, partial(self.begin, captured)):
             yield
 
     @contextmanager
@@ -188,7 +184,6 @@ class VisitBridge(DocumentModel):
         self,
         fwd_hooks: Sequence[tuple[str, Hook]],
         begin: Callable[[], None] = lambda: None,
-        end: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Hook functions at named visits, for every forward inside."""
         by_point: dict[str, list[tuple[int | None, Hook, str]]] = {}
@@ -219,10 +214,6 @@ class VisitBridge(DocumentModel):
             now.clear()
             begin()
 
-        def last(*_: Any) -> None:
-            clock.finish()
-            end()
-
         def entered(value: Any, hook: Any, block: str) -> Any:
             enter(block)
             return fire(value, hook, f"{block}.hook_in")
@@ -236,7 +227,7 @@ class VisitBridge(DocumentModel):
             if not _is_entry(point)
         ]
         handles = [self.bridge.original_model.register_forward_pre_hook(first)]
-        handles.append(self.bridge.original_model.register_forward_hook(last))
+        handles.append(self.bridge.original_model.register_forward_hook(lambda *_: clock.finish()))
         try:
             with self.bridge.hooks(fwd_hooks=attached):
                 yield
