@@ -259,7 +259,7 @@ def knock_out_sink(
         if mass == "drop":
             return rest
         total = rest.sum(-1, keepdim=True)  # a learned sink's slot keeps its own mass
-        return torch.where(total > 0, rest * (pattern.sum(-1, keepdim=True) / total), rest)
+        return rest * (pattern.sum(-1, keepdim=True) / total).masked_fill(total <= 0, 1.0)
 
     return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head), change)
 
