@@ -7,9 +7,9 @@ forward over the whole text: a cache that mixes visits up is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -101,12 +101,12 @@ def capture_generation(
         raise InputError("attention maps of a generation grow with each token: capture them over the generated text")
     if prompt.ndim != 2 or prompt.numel() == 0 or max_new_tokens < 1:
         raise InputError(f"expected a prompt [context, position] and at least 1 new token, got {tuple(prompt.shape)}")
-    cache = model.new_cache()
+    decode = _decoder(model)
     parts: dict[str, dict[int, list[Tensor]]] = {site: {} for site in sites}
     tokens, new = prompt, prompt
     with capture(model, sites) as captured:
         for generated in range(max_new_tokens + 1):  # the last token's own states are kept too
-            logits = model(new, cache=cache)
+            logits = decode(new)
             for site, step, value in _values(captured, sites):
                 parts[site].setdefault(step, []).append(value)
             if generated < max_new_tokens:
@@ -129,9 +129,9 @@ def generate(
     Raises:
         InputError: a model that has no cache.
     """
-    cache, tokens, new = model.new_cache(), prompt, prompt
+    decode, tokens, new = _decoder(model), prompt, prompt
     for _ in range(max_new_tokens):
-        new = model(new, cache=cache)[:, -1].argmax(-1, keepdim=True)
+        new = decode(new)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, new], dim=1)
         if stop is not None and bool((new == stop).all()):
             break
@@ -147,10 +147,10 @@ def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Ten
     """
     whole = Captured(captured.plan, captured.sites, captured.absent, captured.sizes)
     for row in range(len(tokens)):
-        cache = model.new_cache()
+        decode = _decoder(model)
         prompt, length = int((generated[row] == 0).sum()), int((generated[row] >= 0).sum())
         for first, last in [(0, prompt), *((at, at + 1) for at in range(prompt, length))]:
-            model(tokens[row : row + 1, first:last], cache=cache, return_type="none")
+            decode(tokens[row : row + 1, first:last])
             whole.rules.update(captured.rules)
             # P is kept unasked where rows can't be had from Q and K.
             for site, step, value in _values(captured, dict.fromkeys((*captured.sites, "P", VISITED))):
@@ -196,6 +196,13 @@ def _values(captured: Captured, sites: Iterable[str]) -> Iterator[tuple[str, int
             value = captured.held(site, step.index)
             if value is not None:
                 yield site, step.index, value
+
+
+def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor], Tensor]:
+    """Logits of the tokens that go on from those before, which an own cache holds."""
+    forward: Any = model
+    cache = model.new_cache()
+    return lambda new: forward(new, cache=cache)
 
 
 def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:

@@ -78,10 +78,9 @@ class InstrumentedModel(ABC):
 
     @abstractmethod
     def __call__(
-        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, *, return_type: str = "logits", **cached: Any
+        self, tokens: torch.Tensor, segments: torch.Tensor | None = None, *, return_type: str = "logits"
     ) -> torch.Tensor | None:
-        """Logits [context, position, vocab] (NaN at padding), the loss as the native model's, or None for "none". A model that
-        has caches (`new_cache`) takes one as `cache`."""
+        """Logits [context, position, vocab] (NaN at padding), the loss as the native model's, or None for "none"."""
 
     @abstractmethod
     def observing(self, captured: Captured) -> AbstractContextManager[None]:

@@ -68,7 +68,7 @@ class Sample:
             InputError: nothing readable, no token.
         """
         try:
-            found = list(read_documents(Path(text)) if isinstance(text, (str, Path)) else text)
+            found: list[Any] = list(read_documents(Path(text)) if isinstance(text, (str, Path)) else text)
         except TypeError:
             found = [text]
         if strange := [d for d in found if not isinstance(d, (Document, str))]:

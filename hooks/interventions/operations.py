@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -86,11 +86,13 @@ def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[Where
         constant = torch.as_tensor(_amount(value, f"a capture or a run to replace {site!r} by"))
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
 
+    run = cast(SiteValues, value)
+
     def other(old: Tensor, at: At) -> Tensor:
-        found = value.at(at.site, at.step.index)
+        found = run.at(at.site, at.step.index)
         return found if "key" in SITES[site].axes else at.forward.here(found)
 
-    return Intervention("replace", place, other, values=value)
+    return Intervention("replace", place, other, values=run)
 
 
 @_where_shown

@@ -16,7 +16,6 @@ from visitlens.hooks.adapters.cache import Cache
 from visitlens.kernels.errors import InputError
 from visitlens.probe.notebook import Model
 from visitlens.probe.opened import RecordedRun
-from visitlens.probe.runs import Run
 from visitlens.probe.specialisation import expert_specialisation
 
 do = vl.do
@@ -24,16 +23,16 @@ TOKENS = torch.arange(3, 13).unsqueeze(0)
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> Any:
     return vl.load()
 
 
 @pytest.fixture(scope="module")
-def run(model: Model) -> Run:
+def run(model: Any) -> Any:
     return model.run("Input: ( [ {\nOutput: } ] )")
 
 
-def untouched(model: Model) -> bool:
+def untouched(model: Any) -> bool:
     native = model.native
     hooked = any(point.has_hooks() for point in native.hook_dict.values()) or any(
         m._forward_hooks for m in native.modules()
@@ -41,12 +40,12 @@ def untouched(model: Model) -> bool:
     return not hooked and not {"forward", "run_steps"} & set(native.__dict__)
 
 
-def intervened(model: Model, *chain: Any) -> torch.Tensor:
+def intervened(model: Any, *chain: Any) -> torch.Tensor:
     with vl.intervene(model.native, *chain):
         return model.native(TOKENS)
 
 
-CALLS: dict[str, tuple[Callable[[Model, Run], Any], str]] = {
+CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "layer as text": (lambda m, r: do.zero("PV", layer="3"), "expected an integer, several, or None for all, got '3'"),
     "layer as truth": (lambda m, r: do.zero("PV", layer=True), "expected an integer"),
     "layer as fraction": (lambda m, r: do.zero("PV", layer=[2.5]), "expected an integer"),
@@ -108,14 +107,14 @@ CALLS: dict[str, tuple[Callable[[Model, Run], Any], str]] = {
 
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
 def test_a_wrong_argument_is_one_clear_error(
-    call: Callable[[Model, Run], Any], message: str, model: Model, run: Run
+    call: Callable[[Any, Any], Any], message: str, model: Any, run: Any
 ) -> None:
     with pytest.raises(InputError, match=message):
         call(model, run)
     assert untouched(model)
 
 
-def test_numbers_and_arrays_of_numpy_do_as_well(model: Model) -> None:
+def test_numbers_and_arrays_of_numpy_do_as_well(model: Any) -> None:
     for ours, theirs in (
         (do.zero("PV", layer=3, head=[1, 2]), do.zero("PV", layer=np.int64(3), head=np.array([1, 2]))),
         (do.zero("PV", token=[1, 2]), do.zero("PV", token=np.array([1, 2]))),
@@ -130,7 +129,7 @@ def test_numbers_and_arrays_of_numpy_do_as_well(model: Model) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit, InputError])
-def test_whatever_ends_it_no_hook_stays(error: type[BaseException], model: Model) -> None:
+def test_whatever_ends_it_no_hook_stays(error: type[BaseException], model: Any) -> None:
     plain = model.native(TOKENS)
 
     def inside(now: bool) -> None:
@@ -169,8 +168,8 @@ def test_half_precision_is_run_shown_and_left_alone_by_identities(dtype: str) ->
     assert run.attention(3, 0) and run.experts(3) and run.top(1) and "<svg" in model._repr_html_()
 
 
-def test_weights_that_are_no_numbers_are_said(model: Model) -> None:
-    broken = Model(copy.deepcopy(model.native), model.tokenizer)
+def test_weights_that_are_no_numbers_are_said(model: Any) -> None:
+    broken: Any = Model(copy.deepcopy(model.native), model.tokenizer)
     with torch.no_grad():
         broken.native.blocks[3].attn.W_V.fill_(float("nan"))
     run = broken.run("a b c d")
@@ -179,16 +178,16 @@ def test_weights_that_are_no_numbers_are_said(model: Model) -> None:
     assert "others" not in repr(run.with_(do.zero("PV", layer=3)))
 
 
-def test_a_model_without_weights_is_refused(model: Model) -> None:
-    empty = Model(copy.deepcopy(model.native).to("meta"), model.tokenizer)
+def test_a_model_without_weights_is_refused(model: Any) -> None:
+    empty: Any = Model(copy.deepcopy(model.native).to("meta"), model.tokenizer)
     assert "7,069,656 parameters" in repr(empty)
     for call in (lambda: empty.run("a"), lambda: vl.capture(empty.native, ["Q"]).__enter__()):
         with pytest.raises(InputError, match="meta device, which holds no weights"):
             call()
 
 
-def test_gradients_and_training_mode_do_no_harm(model: Model) -> None:
-    training = Model(copy.deepcopy(model.native).train().requires_grad_(True), model.tokenizer)
+def test_gradients_and_training_mode_do_no_harm(model: Any) -> None:
+    training: Any = Model(copy.deepcopy(model.native).train().requires_grad_(True), model.tokenizer)
     run = training.run("a b c d")
     assert not run.logits.requires_grad and torch.equal(run.logits, model.run("a b c d").logits)
     assert run.attention(3, 0) and run.experts(3) and training.native.training
@@ -197,7 +196,7 @@ def test_gradients_and_training_mode_do_no_harm(model: Model) -> None:
     assert float(training.native.blocks[0].attn.W_V.grad.abs().sum()) > 0
 
 
-def test_what_is_printed_is_short(model: Model, three_visit_recording: RecordedRun) -> None:
+def test_what_is_printed_is_short(model: Any, three_visit_recording: RecordedRun) -> None:
     rec = three_visit_recording
     assert repr(rec.plan) == "ExecutionPlan(8 steps: 0·1, 1·1, 2·1, 1·2, 2·2, 1·3, 2·3, 3·1; layer·visit)"
     assert repr(model.native.new_cache()) == "KVCache(0 tokens at 12 steps)" and repr(Cache(3)) == "Cache(length=3)"
