@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.sites import SITES, Sizes, check_sites, token_shape
 from visitlens.hooks.visit_clock import VisitClock
@@ -129,6 +129,7 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
         InputError: an unknown site, or one that the model doesn't have.
     """
     keep_freed_memory()
+    check_model(model)
     if isinstance(model, InstrumentedModel):
         captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.config)
         with model.observing(captured):
@@ -231,26 +232,22 @@ class StepValues:
         return pairwise_products([(self.site("attn_write", s), self.site("moe_write", s)) for s in steps])
 
     @cached_property
-    def visible_keys(self) -> Tensor:
-        """[token] how many keys a query sees: its position in the segment, plus 1, or the smallest sliding window.
-        Where attention goes both ways, positions count as if it didn't."""
-        windows = [rule.window for rule in self._captured.rules.values() if rule.window is not None]
-        keys = self.segments.positions() + 1
-        return keys.clamp(max=min(windows)) if windows else keys
-
-    @cached_property
     def keys_seen(self) -> Tensor:
-        """[token, step] as `visible_keys`; where a step has only some tokens as keys, those of them."""
-        keys = self.visible_keys.unsqueeze(1).expand(-1, len(self.plan))
-        some = [step for step, rule in self._captured.rules.items() if rule.among_visited]
-        if some:
-            keys = keys.clone()
-            start = torch.arange(len(keys)) - self.segments.positions()
-            for step in some:
+        """[token, step] how many keys a query sees: its position in the segment, plus 1, or the step's sliding window; of a step
+        that has only some tokens as keys, those of them. Where attention goes both ways, every token of the segment."""
+        positions = self.segments.positions()
+        keys = (positions + 1).unsqueeze(1).repeat(1, len(self.plan))
+        for step, rule in self._captured.rules.items():
+            if rule.among_visited:
                 there = self.visited(step)
                 assert there is not None
                 before = there.cumsum(0) - there.long()
-                keys[:, step] = before + there - before[start]
+                keys[:, step] = before + there - before[torch.arange(len(keys)) - positions]
+            if not rule.causal:
+                lengths = torch.tensor(self.segments.bounds).diff()
+                keys[:, step] = lengths.repeat_interleave(lengths)
+            if rule.window is not None:
+                keys[:, step].clamp_(max=rule.window)
         return keys
 
     @cached_property

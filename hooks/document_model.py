@@ -38,6 +38,10 @@ class Part:
     first: bool
     whole: bool
 
+    def fits(self, site: str) -> bool:
+        """Whether a site's value of the documents is that of the contexts, in another shape at most."""
+        return self.whole and (site != "P" or self.index.shape[1] == self.length)
+
 
 class DocumentModel(InstrumentedModel):
     """`part` is the batch of documents at work, None where the model is run past `__call__`."""
@@ -96,10 +100,10 @@ class DocumentModel(InstrumentedModel):
         value, part = value.detach(), self.part
         if site in SITES and value.ndim == 1 + len(SITES[site].axes):  # routers and experts see flat tokens
             value = value.unflatten(0, batch)
-        if part is None:
+        if part is None or (site == "P" and part.fits(site)):  # behind a cache a pattern has more keys than queries
             captured.store(site, step, value)
             return
-        buffer, everywhere = captured.held(site, step), part.whole and site != "P"
+        buffer, everywhere = captured.held(site, step), part.fits(site)
         if buffer is None:
             buffer = captured.room(site, step, _laid(part, site, value), value)
             if not everywhere:
@@ -178,7 +182,7 @@ def _spans(part: Part) -> Iterator[tuple[int, slice]]:
 
 def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
     """Documents among the contexts, zeros elsewhere; the value itself where it has the contexts' shape already."""
-    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+    if part.fits(site):
         return value if site == "P" else value.flatten(0, 1).unflatten(0, (part.contexts, part.length))
     buffer = value.new_zeros(_laid(part, site, value))
     _put(part, buffer, site, value)
@@ -187,7 +191,7 @@ def _in_contexts(part: Part, site: str, value: Tensor) -> Tensor:
 
 def _of_documents(part: Part, site: str, value: Tensor) -> Tensor:
     """The inverse of `_in_contexts`."""
-    if part.whole and (site != "P" or part.index.shape[1] == part.length):
+    if part.fits(site):
         return value
     if site == "P":
         return torch.stack([value[context, :, span, span] for context, span in _spans(part)])

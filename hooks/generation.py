@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
@@ -72,6 +70,10 @@ class CapturedGeneration:
             raise InputError(f"no generated token {generated}: there are {new}, counted from 0")
         return _by_query(site, value)[:, self.prompt_length + generated]
 
+    def at(self, site: str, step: int) -> Tensor:
+        """[context, position, ...] of a site at a step: what `replace(site, generation)` takes from it."""
+        return self.get(site, self.plan.steps[step].layer, self.plan.steps[step].visit)
+
     def labels(self) -> Iterator[TokenLabel]:
         """By position, then step."""
         for position in range(self.tokens.shape[1]):
@@ -83,7 +85,7 @@ class CapturedGeneration:
 
 @torch.no_grad()
 def capture_generation(
-    model: LoopedMoE | AdaptedModel,
+    model: LoopedMoE | InstrumentedModel,
     prompt: Tensor,
     max_new_tokens: int,
     sites: Iterable[str],
@@ -108,7 +110,7 @@ def capture_generation(
     tokens, new = prompt, prompt
     with capture(model, sites) as captured:
         for generated in range(max_new_tokens + 1):  # the last token's own states are kept too
-            logits = decode(new, tokens.shape[1] - new.shape[1])
+            logits = decode(new)
             for site, step, value in _values(captured, sites):
                 parts[site].setdefault(step, []).append(value)
             if generated < max_new_tokens:
@@ -130,8 +132,9 @@ def generate(
     stop: int | None = None,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The prompt [1, position] continued through the model's cache, to `max_new_tokens` more or the token `stop`; greedily, or
-    by `choose`, as from `Sampling.chooser`.
+    """Prompts [context, position] of equal length continued through the model's cache (greedily, or by `choose`, as from
+    `Sampling.chooser`) by `max_new_tokens`, or until all have come to the token `stop` at once. Inside `intervene`, every
+    forward is intervened on.
 
     Raises:
         InputError: a model that has no cache.
@@ -139,9 +142,9 @@ def generate(
     decode, choose = _decoder(model), choose or GREEDY.chooser()
     tokens, new = prompt, prompt
     for _ in range(max_new_tokens):
-        new = choose(decode(new, tokens.shape[1] - new.shape[1])[:, -1])
+        new = choose(decode(new)[:, -1])
         tokens = torch.cat([tokens, new], dim=1)
-        if stop is not None and int(new) == stop:
+        if stop is not None and bool((new == stop).all()):
             break
     return tokens
 
@@ -158,7 +161,7 @@ def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Ten
         decode = _decoder(model)
         prompt, length = int((generated[row] == 0).sum()), int((generated[row] >= 0).sum())
         for first, last in [(0, prompt), *((at, at + 1) for at in range(prompt, length))]:
-            decode(tokens[row : row + 1, first:last], first)
+            decode(tokens[row : row + 1, first:last])
             whole.rules.update(captured.rules)
             # P is kept unasked where rows can't be had from Q and K.
             for site, step, value in _values(captured, dict.fromkeys((*captured.sites, "P", VISITED))):
@@ -206,45 +209,6 @@ def _values(captured: Captured, sites: Iterable[str]) -> Iterator[tuple[str, int
                 yield site, step.index, value
 
 
-def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor, int], Tensor]:
-    """Logits of new tokens from a position on, with the past in a cache."""
-    if not isinstance(model, InstrumentedModel):
-        native = model.new_cache()
-
-        def decode_native(new: Tensor, position: int) -> Tensor:
-            logits = model(new, cache=native)
-            assert logits is not None
-            return logits
-
-        return decode_native
-    if not isinstance(model, AdaptedModel):
-        raise InputError(
-            f"{model.config.family} is read through another tool, which doesn't generate: use visitlens.adapt"
-        )
-    held: dict[str, Any] = {}
-
-    def decode(new: Tensor, position: int) -> Tensor:
-        options = {**model.family.call, **model.family.start(model.model, new, position), "use_cache": True, **held}
-        result = model.model(new, **options)
-        if not (cache := cache_of(result, model.model)):
-            raise InputError(
-                f"{model.config.family} returns no cache that can be passed on: it can't generate token by token"
-            )
-        held.update(cache)
-        return model.family.logits(result)
-
-    return decode
-
-
-def cache_of(result: Any, model: Any) -> dict[str, Any]:
-    """The argument that hands a forward's cache on to the next one; nothing where there is none. A model's own code may
-    take it by the name that transformers gave up."""
-    names = ("cache", "past_key_values")
-    cache = next((found for name in names if (found := getattr(result, name, None)) is not None), None)
-    takes = signature(model.forward).parameters
-    return {} if cache is None else {next((name for name in names if name in takes), names[0]): cache}
-
-
 def _by_query(site: str, value: Tensor) -> Tensor:
     """[context, position, ...]; of a map [context, head, query, key] by query."""
     return value.transpose(1, 2) if site == "P" else value
@@ -260,6 +224,13 @@ def _whole_map(parts: list[Tensor]) -> Tensor:
         whole[:, :, first:last, last - rows.shape[3] : last] = rows
         first = last
     return whole
+
+
+def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor], Tensor]:
+    """Logits of the tokens that go on from those before, which an own cache holds."""
+    forward: Any = model
+    cache = model.new_cache()
+    return lambda new: forward(new, cache=cache)
 
 
 def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:

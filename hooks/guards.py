@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.cache import cache_of
 from visitlens.hooks.capture import VISITED, Captured, capture
-from visitlens.hooks.generation import cache_of
 from visitlens.hooks.sites import SITES
 
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -56,6 +56,19 @@ class ModelFacts:
         return {"architecture": self.family, **asdict(self)}
 
 
+def check_model(model: Any) -> None:
+    """Raises InputError: neither the native model nor one that is read by steps and sites, or one without weights."""
+    if not isinstance(model, InstrumentedModel) and not (hasattr(model, "hook_dict") and hasattr(model, "plan")):
+        inside = "its .native" if hasattr(model, "native") else "visitlens.adapt(model)"
+        raise InputError(
+            f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError(
+            "the model lies on the meta device, which holds no weights: load them first (visitlens.load_model)"
+        )
+
+
 class InstrumentedModel(ABC):
     """A model whose steps and sites visitlens can read. Call it as the native model: token ids [context, position] and,
     for packed contexts, segment ids of the same shape (< 0: padding)."""
@@ -96,6 +109,16 @@ class InstrumentedModel(ABC):
             InputError: its loop count isn't a number that it reads when it runs.
         """
         raise InputError(f"{self.config.family} doesn't read its loop count when it runs, so it can't be changed")
+
+    def new_cache(self) -> Any:
+        """An empty cache, for `model(tokens, cache=cache)`: tokens that go on from those before.
+
+        Raises:
+            InputError: this kind of model keeps none.
+        """
+        raise InputError(
+            f"{self.config.family} is read through another tool, which doesn't generate: use visitlens.adapt"
+        )
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...

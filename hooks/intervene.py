@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues, tokens_at
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
     SiteMeans,
     add,
+    generated,
     knock_out_sink,
     mean,
     project_out,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Intervention",
     "add",
+    "generated",
     "intervene",
     "knock_out_sink",
     "mean",
@@ -79,29 +81,29 @@ def intervene(
     model: LoopedMoE | InstrumentedModel,
     *interventions: Intervention | Iterable[Intervention],
     earlier: SiteValues | None = None,
+    prompt: int | None = None,
     must_match: bool = True,
 ) -> Iterator[None]:
     """The model, intervened on; without interventions it is left as it is.
 
     Args:
         earlier: values of steps that don't run inside, for `take` after `run_steps(start=...)`.
+        prompt: how many tokens of the contexts are a prompt, for `token=generated(...)` in forwards without a cache; with one,
+            what its first forward gets, and that holds for forwards without a cache afterwards.
         must_match: whether an intervention that chose no token or expert in any forward is an error.
 
     Raises:
         InputError: a place that the model doesn't have; on leaving, an intervention that matched nothing.
     """
+    check_model(model)
     chain = flatten(interventions)
     if not chain:
         yield
         return
     instrumented = isinstance(model, InstrumentedModel)
-    if not instrumented and not hasattr(model, "hooks"):
-        raise InputError(
-            f"interventions need the native LoopedMoE or an adapted model (visitlens.adapt); {type(model).__name__} has no hook points"
-        )
     if instrumented:
         chain = fitted(chain, model)
-    session = _Session(model, chain, earlier)
+    session = _Session(model, chain, earlier, prompt)
     if instrumented:
         changing = model.changing(session.places, session.change)
     else:
@@ -143,9 +145,15 @@ class _Session:
     """What one `with` keeps: who acts where, and the forward that is running."""
 
     def __init__(
-        self, model: LoopedMoE | InstrumentedModel, chain: list[Intervention], earlier: SiteValues | None
+        self,
+        model: LoopedMoE | InstrumentedModel,
+        chain: list[Intervention],
+        earlier: SiteValues | None,
+        prompt: int | None,
     ) -> None:
         self.model, self.chain, self.plan, self.earlier = model, chain, model.plan, earlier
+        self.prompt = prompt
+        self.clean: tuple[Any, Any] = (None, None)  # the last cache, and one of the same text without interventions
         self.forward: Forward | None = None
         self.muted, self.forwards = False, 0
         self.matched = [False] * len(chain)
@@ -179,17 +187,23 @@ class _Session:
         """The model's forward, which says which tokens run."""
         signature = inspect.signature(forward)
 
+        @wraps(forward)  # a nested `intervene` reads the signature
         def followed(*args: Any, **kwargs: Any) -> Any:
             if self.muted:
                 return forward(*args, **kwargs)
             given = signature.bind(*args, **kwargs).arguments
             tokens, cache = next(iter(given.values())), given.get("cache")
-            offset = 0 if cache is None else cache.length
-            current = Forward(tokens, given.get("segments"), offset, in_parts=self.in_parts)
+            behind = None if cache is None else cache.length
+            if behind == 0:
+                self.prompt = tokens.shape[1]
+            current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.in_parts)
+            if cache is not None and (whole := next((i for i in self.chain if i.whole_batch), None)):
+                raise InputError(
+                    f"{whole} reads all tokens of the batch, and a cached forward has the new ones alone: give the mean of a sample, "
+                    "mean(..., over=site_means(...)), or replace from another run"
+                )
             if self.reference_sites:
-                if cache is not None:
-                    raise InputError("swap needs a run without interventions, which a KV cache doesn't allow")
-                current.reference = self._reference(forward, args, kwargs)
+                current.reference = self._reference(forward, given)
             with self._running(current):
                 return forward(*args, **kwargs)
 
@@ -209,17 +223,27 @@ class _Session:
 
     @contextmanager
     def _running(self, forward: Forward) -> Iterator[None]:
-        self.forward, self.forwards = forward, self.forwards + 1
+        self.forward = forward
         try:
             yield
+            self.forwards += 1
         finally:
             self.forward = None
 
-    def _reference(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _reference(self, forward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+        """The same forward without interventions, through a cache of its own."""
+        if (cache := given.get("cache")) is not None:
+            if cache.length == 0:
+                self.clean = (cache, self.model.new_cache())
+            if self.clean[0] is not cache:
+                raise InputError(
+                    "swap needs the run without interventions from the first token on: begin with a new cache"
+                )
+            given = {**given, "cache": self.clean[1]}
         self.muted = True
         try:
             with capture(self.model, self.reference_sites) as captured, torch.no_grad():
-                forward(*args, **kwargs)
+                forward(**given)
                 return captured
         finally:
             self.muted = False
@@ -237,10 +261,17 @@ class _Session:
         for number in self.acting.get((site, step.index), ()):
             result, matched = self.chain[number].apply(result, at)
             self.matched[number] |= matched
+            if matched and site == "experts":
+                self._check_experts(self.chain[number], result)
         if (site, step.index) in self.stored:
             self.forward.values[site, step.index] = result
         unchanged = result is value or (not result.requires_grad and torch.equal(result, value))
         return None if unchanged else result
+
+    def _check_experts(self, intervention: Intervention, experts: Tensor) -> None:
+        low, high, number = int(experts.min()), int(experts.max()), self.model.config.num_experts
+        if low < 0 or high >= number:
+            raise InputError(f"{intervention}: expected experts in 0..{number - 1}, got {low}..{high}")
 
     def check_matched(self) -> None:
         """Raises InputError: some intervention chose nothing in any of the forwards."""
@@ -302,6 +333,9 @@ def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_
     Raises:
         InputError: an unlooped model, a loop count below 1, an unknown scale, a family whose loop count is built in.
     """
+    check_model(model)
+    if not isinstance(visits, int) or visits < 1:
+        raise InputError(f"expected at least 1 visit, a whole number, got {visits!r}")
     if isinstance(model, InstrumentedModel):
         if residual_scale not in (None, "kept"):
             raise InputError(

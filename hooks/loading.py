@@ -39,6 +39,7 @@ def load_model(
         InputError: an unknown dtype, a kind of model without an adapter, an option it doesn't take.
         UnavailableError: transformers is needed and isn't installed.
     """
+    check_device(device)
     folder = resolve(source)
     if model_type(folder) is None:
         if options or tie_copies:
@@ -82,7 +83,22 @@ def load_transformers(
             f"{source}: its own code doesn't run under transformers {transformers.__version__} ({type(error).__name__}: {error}); "
             "install the release that its config.json names as transformers_version, or mend the code"
         ) from error
+    if dtype == "float64" and getattr(model.config, "_experts_implementation", None):
+        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     return model.to(device).eval().requires_grad_(False)
+
+
+def check_device(device: str) -> None:
+    """Raises InputError: no such device, or none here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch raises all three
+        why = str(error).splitlines()[0]
+        raise InputError(
+            f"expected a device of this machine, such as cpu, cuda or cuda:1, got {device!r} ({why})"
+        ) from None
 
 
 def resolve(source: str | Path) -> Path:
@@ -91,6 +107,8 @@ def resolve(source: str | Path) -> Path:
     Raises:
         CheckpointError: no such folder, and no such model to be had from the hub.
     """
+    if not isinstance(source, (str, Path)):
+        raise InputError(f"expected a checkpoint folder or a hub name, got {source!r:.80}")
     folder = Path(source)
     if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
         return folder

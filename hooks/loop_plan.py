@@ -62,6 +62,9 @@ class ExecutionPlan:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __repr__(self) -> str:
+        return f"ExecutionPlan({len(self)} steps: {', '.join(f'{s.layer}·{s.visit}' for s in self.steps)}; layer·visit)"
+
     @cached_property
     def visits(self) -> dict[int, int]:
         """Physical layer -> how often it runs."""

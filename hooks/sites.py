@@ -95,12 +95,15 @@ def token_shape(site: str, sizes: Sizes) -> tuple[int, ...]:
 
 
 def check_sites(names: Iterable[str], allowed: Iterable[str] = tuple(SITES)) -> tuple[str, ...]:
-    """The names, if all are allowed.
+    """The names (one, or several), if all are allowed.
 
     Raises:
         InputError: an unknown site; the message names those that exist.
     """
-    names, allowed = tuple(names), tuple(allowed)
+    try:
+        names, allowed = (names,) if isinstance(names, str) else tuple(names), tuple(allowed)
+    except TypeError:
+        raise InputError(f"expected names of sites, such as ['Q', 'PV'], got {names!r:.80}") from None
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise InputError(f"no site {', '.join(map(repr, unknown))}; expected some of {', '.join(allowed)}")

@@ -127,9 +127,11 @@ def ablate_heads(
     batches = list(_batches(task, tokens_at_once))
     done, total = 0, len(batches) * len(chosen)
     for batch in batches:
-        runs: Any = _in_turn if isinstance(model, InstrumentedModel) else _side_by_side
-        here = batch.on(device_of(model))
-        plain, ablated = runs(model, here, steps, which, metric, partial(replace, rows=batch.rows), tokens_at_once)
+        asked = (batch.on(device_of(model)), steps, which, metric, partial(replace, rows=batch.rows))
+        if isinstance(model, InstrumentedModel):
+            plain, ablated = _in_turn(model, *asked)
+        else:
+            plain, ablated = _side_by_side(model, *asked, tokens_at_once)
         np.add.at(intact, batch.group, plain)
         for at, scored in enumerate(ablated):
             for choice, j, values in scored:
@@ -227,7 +229,6 @@ def _in_turn(
     heads: Sequence[int],
     metric: Metric,
     replace: Callable[..., Tensor | float],
-    tokens_at_once: int,
 ) -> Ablated:
     """An adapted model: a whole forward for each head and choice of visits."""
 

@@ -87,7 +87,7 @@ def find(name: str) -> Experiment:
     """Raises InputError: no experiment of that name."""
     experiments = registered()
     if name not in experiments:
-        near = difflib.get_close_matches(name, experiments, 1)
+        near = difflib.get_close_matches(str(name), experiments, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(f"no experiment {name!r}; there are {', '.join(experiments)}.{hint}")
     return experiments[name]
@@ -110,8 +110,15 @@ def experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: 
     Raises:
         InputError: no such experiment or option, or what the experiment refuses.
     """
+    from visitlens.hooks.instrumented import check_model
+    from visitlens.probe.samples import Sample
+
     function = find(name)
+    model = getattr(model, "native", model)
+    check_model(model)
+    if not isinstance(sample, Sample):
+        raise InputError(f"expected a Sample (model.sample(), model.dyck()), got {sample!r:.80}")
     unknown = [option for option in chosen if option not in options(name) and option != "on_progress"]
     if unknown:
         raise InputError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(options(name)) or 'none'}")
-    return Results(name, function(getattr(model, "native", model), sample, **chosen))
+    return Results(name, function(model, sample, **chosen))

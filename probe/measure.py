@@ -199,7 +199,7 @@ class StatArray:
         low, high = self.interval()
         head = f"{self.measure.title} [{self.measure.unit}], {self.aggregation}, n = {self.documents} documents, {self.tokens:,} tokens"
         if not self.axes:
-            return f"{head}\n  {self.values:.4f}  [{low:.4f}, {high:.4f}]"
+            return f"{head}\n  {self.values:.4f}{_bounds(low, high)}"
         if len(self.axes) == 1:
             counts = (
                 [f"  n = {n:,.0f}" for n in self.counts]
@@ -207,7 +207,7 @@ class StatArray:
                 else [""] * len(self.values)
             )
             rows = zip(self.labels[self.axes[0]], self.values, low, high, counts, strict=True)
-            return "\n".join([head, *(f"  {label}: {v:.4f}  [{a:.4f}, {b:.4f}]{n}" for label, v, a, b, n in rows)])
+            return "\n".join([head, *(f"  {label}: {v:.4f}{_bounds(a, b)}{n}" for label, v, a, b, n in rows)])
         sizes = " x ".join(f"{len(self.labels[a])} {a}" for a in self.axes)
         return f"{head}\n  {sizes}; use .to_frame(), .sel(...), .mean(...) or .plot()"
 
@@ -232,6 +232,11 @@ class StatArray:
             labels={a: labels for a, labels in self.labels.items() if a != axis},
             aggregation=aggregation,
         )
+
+
+def _bounds(low: np.ndarray, high: np.ndarray) -> str:
+    """Nothing where there is no interval."""
+    return "" if np.isnan(low) else f"  [{low:.4f}, {high:.4f}]"
 
 
 def json_numbers(array: np.ndarray) -> Any:

@@ -103,8 +103,10 @@ class Model:
             texts: list[list[int]] = [[bos, *self._ids(text)]]
         elif isinstance(text, (np.ndarray, Tensor)):
             ids = torch.as_tensor(text)
-            if ids.is_floating_point() or not ids.numel():
-                raise InputError(f"expected whole token ids, at least one, got {ids.dtype} {tuple(ids.shape)}")
+            if ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel() or ids.ndim > 2:
+                raise InputError(
+                    f"expected whole token ids [position] or [text, position], at least one, got {ids.dtype} {tuple(ids.shape)}"
+                )
             texts = ids.long().reshape(-1, ids.shape[-1] if ids.ndim else 1).tolist()
         elif isinstance(text, Sequence) and len(text) and all(isinstance(part, str) for part in text):
             texts = [[bos, *self._ids(str(part))] for part in text]
@@ -142,4 +144,6 @@ class Model:
 
 
 def _is_id(token: object) -> bool:
-    return isinstance(token, (int, np.integer)) or (isinstance(token, Tensor) and token.ndim == 0)
+    return (isinstance(token, (int, np.integer)) and not isinstance(token, bool)) or (
+        isinstance(token, Tensor) and token.ndim == 0
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.hooks.capture import capture
+from visitlens.hooks.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.hooks.interventions.forward import numbers
+from visitlens.hooks.interventions.intervention import flatten
 from visitlens.kernels.errors import InputError
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
 
@@ -35,11 +39,13 @@ class Run:
     token_ids: Tensor = field(repr=False)
     segment_ids: Tensor = field(repr=False)
     interventions: tuple[Intervention, ...] = ()
+    prompt_length: int | None = None
+    """How many tokens were given, where the model wrote the rest (`generate`)."""
     _sites: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def logits(self) -> Tensor:
-        with torch.no_grad(), intervene(self.model.native, *self.interventions):
+        with torch.no_grad(), self._intervened():
             logits = self.model.native(self.token_ids, self.segment_ids)
             assert logits is not None
             return self._one(logits)
@@ -72,7 +78,7 @@ class Run:
             model = self.model.native
             if "forward" in model.__dict__:
                 raise InputError(f"ask this run for {site!r} before `intervene` begins: it would run inside it")
-            with torch.no_grad(), intervene(model, *self.interventions), capture(model, [site]) as captured:
+            with torch.no_grad(), self._intervened(), capture(model, [site]) as captured:
                 model(self.token_ids, self.segment_ids, return_type="none")
             self._sites[site] = captured
         return self._sites[site].at(site, step)
@@ -83,7 +89,39 @@ class Run:
 
     def with_(self, *interventions: Intervention | Sequence[Intervention]) -> Run:
         """The same tokens with more interventions, after those that there are."""
-        return self.model.run(self.token_ids, *self.interventions, *interventions)._masked(self.segment_ids)
+        chain = tuple(flatten([*self.interventions, *interventions]))
+        return self._checked(Run(self.model, self.token_ids, self.segment_ids, chain, self.prompt_length))
+
+    def generate(self, max_new_tokens: int = 32) -> Run:
+        """The text continued greedily under this run's interventions, to the end-of-text token at most: a run of all of it.
+
+        `token=do.generated(0)` is the first token written; `generated` is the text written. A later visit of each new token takes
+        from that token's own earlier visit.
+
+        Raises:
+            InputError: texts of different lengths, a model that keeps no cache, or what can't be done token by token.
+        """
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise InputError(f"expected at least 1 new token, got {max_new_tokens!r}")
+        if bool((self.segment_ids < 0).any()):
+            raise InputError("texts of different lengths can't be continued side by side: run each alone")
+        with self._intervened():
+            stop = self.model.config.eos_token_id if len(self.token_ids) == 1 else None
+            tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop)
+        segments = self.segment_ids[:, :1].expand_as(tokens).contiguous()
+        run = Run(self.model, tokens, segments, self.interventions, self.token_ids.shape[1])
+        return self._checked(run)
+
+    @property
+    def generated(self) -> str:
+        """The text that the model wrote (in the first text).
+
+        Raises:
+            InputError: a run of given tokens.
+        """
+        if self.prompt_length is None:
+            raise InputError("every token of this run was given: run.generate(32) continues it")
+        return self.model.tokenizer.decode(self.token_ids[0, self.prompt_length :].tolist(), skip_special_tokens=False)
 
     def diff(self, other: Run) -> Difference:
         """What `other` (the intervened run, say) changes against this one.
@@ -96,6 +134,10 @@ class Run:
     def top(self, most: int = 5, position: int = -1) -> list[tuple[str, float]]:
         """The most likely next tokens after a position of the first text, with their probabilities."""
         row = self.logits if self.logits.ndim == 2 else self.logits[0]
+        if not 1 <= most <= row.shape[-1] or not -len(row) <= position < len(row):
+            raise InputError(
+                f"expected 1 to {row.shape[-1]} next tokens after a position among {len(row)}, got {most} after {position}"
+            )
         found = row[position].float().softmax(-1).topk(most)
         decode = self.model.tokenizer.decode
         return [(decode([int(i)]), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
@@ -105,8 +147,8 @@ class Run:
         rows = self._labels()
         maps = {v: self.at("P", self.model.plan.step(layer, v).index)[0] for v in self._visits(layer, visits)}
         heads = next(iter(maps.values())).shape[0]
-        if not 0 <= head < heads:
-            raise InputError(f"expected a head in 0..{heads - 1}, got {head}")
+        if not isinstance(head, (int, np.integer)) or not 0 <= head < heads:
+            raise InputError(f"expected a head in 0..{heads - 1}, got {head!r}")
         n = len(rows)
         both_ways = "next token" in getattr(self.model.config, "missing", ())
         seen = np.ones((n, n), bool) if both_ways else np.tril(np.ones((n, n), bool))
@@ -132,17 +174,25 @@ class Run:
         """Displays the tokens with their losses; prints in a terminal."""
         show(self)
 
-    def _masked(self, segments: Tensor) -> Run:
-        """With the padding of another run of the same tokens."""
-        if torch.equal(segments, self.segment_ids):
-            return self
-        run = Run(self.model, self.token_ids, segments, self.interventions)
-        _ = run.logits
+    def _intervened(self) -> AbstractContextManager[None]:
+        return intervene(self.model.native, *self.interventions, prompt=self.prompt_length)
+
+    @staticmethod
+    def _checked(run: Run) -> Run:
+        _ = run.logits  # a wrong place or token is an error here, not later
         return run
 
     def _visits(self, layer: int, visits: tuple[int, int] | None) -> tuple[int, ...]:
         last = self.model.plan.step(layer, 1) and self.model.plan.visits[layer]
-        return visits if visits is not None else (1, last) if last > 1 else (1,)
+        chosen = numbers(visits) or ((1, last) if last > 1 else (1,))
+        if len(chosen) > 2:
+            raise InputError(f"expected one visit or two to compare, got {visits}")
+        return chosen
+
+    @property
+    def _predicted(self) -> int:
+        """How many tokens have one before them."""
+        return int((self.segment_ids[:, 1:] >= 0).sum())
 
     def _labels(self) -> list[str]:
         return [f"{i} {token!r}" for i, token in enumerate(self.tokens)]
@@ -155,12 +205,12 @@ class Run:
         return row[: len(self.tokens) - 1].double().cpu().numpy()
 
     def __repr__(self) -> str:
-        mean = float(self.loss.nanmean()) if self.loss.numel() else float("nan")
         texts = "" if len(self.token_ids) == 1 else f"{len(self.token_ids)} texts, "
         changed = "".join(f", {i!r}" for i in self.interventions)
-        loss = "nothing to predict" if np.isnan(mean) else f"{mean:.4f} nats a token"
+        loss = _mean_of(self.loss, self._predicted)
         tokens = int((self.segment_ids >= 0).sum())
-        return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}, {loss}{changed})"
+        written = "" if self.prompt_length is None else f" ({len(self.token_ids[0]) - self.prompt_length} generated)"
+        return f"Run({texts}{tokens} token{'s' if tokens != 1 else ''}{written}, {loss}{changed})"
 
     def _repr_html_(self) -> str:
         values = np.concatenate([[np.nan], self._first(self.loss)])
@@ -175,6 +225,8 @@ class Difference:
     after: Run
 
     def __post_init__(self) -> None:
+        if not isinstance(self.after, Run):
+            raise InputError(f"expected another run of the same text, got {self.after!r:.80}")
         if not torch.equal(self.before.token_ids, self.after.token_ids):
             raise InputError("the two runs have different tokens: compare runs of one text")
 
@@ -209,11 +261,21 @@ class Difference:
         else:
             names = [", ".join(map(repr, chain)) or "nothing" for chain in (after, before)]
             changed = " against ".join(names)
-        return f"Difference({changed}: {float(self.loss.nanmean()):+.4f} nats a token, KL {float(self.divergence.nanmean()):.4f})"
+        lost = _mean_of(self.loss, self.before._predicted, "+")
+        return f"Difference({changed}: {lost}, KL {float(self.divergence.nanmean()):.4f})"
 
     def _repr_html_(self) -> str:
         values = np.concatenate([[np.nan], self.before._first(self.loss)])
         return f"<div>{html.escape(repr(self))}</div>{token_strip(self.before.tokens, values, 'nats')}"
+
+
+def _mean_of(loss: Tensor, predicted: int, sign: str = "") -> str:
+    """The mean, and how many tokens it is without because theirs is no number."""
+    known = int(loss.isfinite().sum())
+    if not predicted:
+        return "nothing to predict"
+    without = "" if known == predicted else f" over {known} of {predicted}, the others aren't numbers"
+    return f"{float(loss[loss.isfinite()].mean()):{sign}.4f} nats a token{without}"
 
 
 def _compared(shown: dict[int, np.ndarray]) -> dict[str, np.ndarray]:

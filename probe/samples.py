@@ -67,7 +67,12 @@ class Sample:
         Raises:
             InputError: nothing readable, no token.
         """
-        found = read_documents(Path(text)) if isinstance(text, (str, Path)) else text
+        try:
+            found: list[Any] = list(read_documents(Path(text)) if isinstance(text, (str, Path)) else text)
+        except TypeError:
+            found = [text]
+        if strange := [d for d in found if not isinstance(d, (Document, str))]:
+            raise InputError(f"expected a file, a folder or several texts, got {strange[0]!r:.80}")
         documents = [d if isinstance(d, Document) else Document(d) for d in found]
         tokens = encode([d.text for d in documents], tokenizer, config.bos_token_id, config.eos_token_id)
         kept = [d for d in documents if d.text]

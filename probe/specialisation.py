@@ -2,7 +2,8 @@
 
 An expert's specialisation is the Kullback-Leibler divergence, in nats, of the token ids that it takes from the token ids
 of the whole text. Finite counts alone make it positive, so it comes with a null: the same with the experts' tokens
-drawn at random (each token's expert set moved to another token), which keeps every expert's load.
+drawn at random (each token's expert set moved to another token), which keeps every expert's load. It has no interval: resampling
+documents adds the very bias that the null is there for.
 """
 
 from __future__ import annotations
@@ -81,5 +82,6 @@ def _divergence(rec: RecordedRun, layer: int, visit: int, ids: np.ndarray, name:
         documents=rec.recording.documents,
         tokens=rec.recording.tokens,
         aggregation="all tokens",
+        counts=counts.sum(1).astype(np.float64),
         provenance=rec.provenance,
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from visitlens.hooks.adapters.attention_calls import Watcher, watch_registry, watch_sdpa, watch_torch
+from visitlens.hooks.adapters.cache import Cache, cache_of
 from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.capture import Captured
-from visitlens.hooks.document_model import Change, DocumentModel
+from visitlens.hooks.document_model import Change, DocumentModel, Part
 from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
@@ -38,9 +40,64 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         self.plan = ExecutionPlan.from_layers(self.anatomy.order)
         self.config = family.facts(model, self.anatomy)
         self.body = family.body(model)
+        self.cache: Cache | None = None
+        """That of the forward at work."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.model.parameters()
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        *,
+        cache: Cache | None = None,
+        return_type: str = "logits",
+    ) -> Tensor | None:
+        return self.forward(tokens, segments, cache=cache, return_type=return_type)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        *,
+        cache: Cache | None = None,
+        return_type: str = "logits",
+    ) -> Tensor | None:
+        """As `InstrumentedModel.__call__`; with a `cache` (`new_cache`), tokens that go on from those before.
+
+        Raises:
+            InputError: as without; segments beside a cache, or a model that has none.
+        """
+        if cache is None:
+            return super().forward(tokens, segments, return_type=return_type)
+        if segments is not None:
+            raise InputError("a KV cache holds one document per context: pass no segment ids with it")
+        self._check(tokens, None)
+        if (end := cache.length + tokens.shape[1]) > self.config.context_length:
+            raise InputError(f"{end} positions exceed the model's context of {self.config.context_length}")
+        if any(editor.ended for editor, _, _ in cache.changed):
+            raise InputError(
+                "this cache holds keys or values that were changed inside an `intervene` that has ended: begin with a new cache"
+            )
+        index = torch.arange(tokens.numel()).view(tokens.shape)
+        before, self.part, self.cache = self.cache, Part(index, *tokens.shape, first=True, whole=True), cache
+        try:
+            options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
+            with self._looping(), self.family.running(self.model):
+                result = self.model(tokens.long(), **options, **cache.passed)
+        finally:
+            self.part, self.cache = None, before
+        if not (passed := cache_of(result, self.model)):
+            raise InputError(
+                f"{self.config.family} returns no cache that can be passed on: it can't generate token by token"
+            )
+        cache.passed, cache.length = passed, end
+        return None if return_type == "none" else self.family.logits(result)
+
+    def new_cache(self) -> Cache:
+        """An empty cache, for `model(tokens, cache=cache)`."""
+        return Cache()
 
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
         start = self.family.start(self.model, documents)

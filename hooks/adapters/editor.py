@@ -31,6 +31,11 @@ class StepEditor(StepObserver):
     def __init__(self, adapted: AdaptedModel, places: Collection[tuple[str, Step]], change: Change) -> None:
         super().__init__(adapted, Captured(adapted.plan, tuple({site: None for site, _ in places})))
         self.change, self.edited = change, {(site, step.index) for site, step in places}
+        self.ended = False
+
+    def remove(self) -> None:
+        self.ended = True
+        super().remove()
 
     def attention_editors(self) -> Mapping[nn.Module, StepEditor]:
         return dict.fromkeys(self.attention_observers(), self)
@@ -51,10 +56,23 @@ class StepEditor(StepObserver):
 
     def before(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The attention call's inputs [batch, head, token, d], changed."""
-        q, k, v = (
-            self._with(site, x.transpose(1, 2)).transpose(1, 2) for site, x in zip("QKV", (q, k, v), strict=True)
-        )
-        return q, k, v
+        new = q.shape[2]
+        return self._with_past("Q", q, new), self._with_past("K", k, new), self._with_past("V", v, new)
+
+    def _with_past(self, site: str, x: Tensor, new: int) -> Tensor:
+        """[batch, head, token, d] with its last `new` tokens changed, and those before as they were changed in their turn."""
+        if self.step is None or (site, self.step) not in self.edited:
+            return x
+        past, cache, key = x.shape[2] - new, self.adapted.cache, (self, site, self.step)
+        before = None if cache is None or not past else cache.changed.get(key)
+        whole = x if before is None else torch.cat([before[:, :, -past:], x[:, :, past:]], dim=2)
+        changed = self._store(site, x[:, :, past:].transpose(1, 2))
+        if changed is not None:
+            own = changed.transpose(1, 2)
+            whole = torch.cat([whole[:, :, :past], own], dim=2) if past else own
+        if cache is not None and site != "Q" and whole is not x:
+            cache.changed[key] = whole
+        return whole
 
     def after(self, call: AttentionCall) -> AttentionCall:
         """Its pattern and its output, changed. The pattern is formed only where it is asked for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from typing import Any, Protocol
 
 import torch
@@ -15,9 +16,20 @@ from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
-TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | None
-"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], or a function
-from token ids [context, position] to such a mask."""
+
+@dataclass(frozen=True)
+class Generated:
+    """Tokens that a model wrote after a prompt, counted from 0; None: all of them. Made by `generated`."""
+
+    numbers: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"generated({', '.join(map(str, self.numbers or ()))})"
+
+
+TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | Generated | None
+"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], a function
+from token ids [context, position] to such a mask, or `generated(...)`."""
 
 
 class SiteValues(Protocol):
@@ -28,11 +40,13 @@ class SiteValues(Protocol):
 
 @dataclass
 class Forward:
-    """`tokens`, `segment_ids` [context, position]; `offset` is the position of the first token (behind a KV cache)."""
+    """`tokens`, `segment_ids` [context, position]; `behind` a KV cache, how many tokens came before."""
 
     tokens: Tensor
     segment_ids: Tensor | None = None
-    offset: int = 0
+    behind: int | None = None
+    prompt: int | None = None
+    """Where generated tokens begin."""
     reference: SiteValues | None = None
     """The same tokens through the same model without these interventions, where one of them needs it."""
     earlier: SiteValues | None = None
@@ -43,6 +57,18 @@ class Forward:
     """Step -> [context, position] which tokens were at it; None for all."""
     in_parts: bool = False
     """Whether the documents run in several parts, so that a value holds some documents alone."""
+
+    @property
+    def offset(self) -> int:
+        """The position of the first token."""
+        return self.behind or 0
+
+    def here(self, whole: Tensor) -> Tensor:
+        """The tokens at work, of a value [context, position, ...] of the whole text."""
+        last = self.offset + self.tokens.shape[1]
+        if self.behind is None or whole.ndim < 2 or whole.shape[1] < last:
+            return whole
+        return whole[:, self.offset : last]
 
     def value(self, site: str, step: Step) -> Tensor:
         """What a step that has run had at a site.
@@ -86,17 +112,30 @@ class Forward:
                     f"expected token positions, 'start', a mask or a function of token ids, got {choice!r}"
                 )
             return self.start_keys == positions
+        if isinstance(choice, Generated):
+            if self.prompt is None:
+                raise InputError(
+                    "no token was generated here: run the model with a cache (visitlens.hooks.generation.generate), or say where "
+                    "the prompt ends, intervene(..., prompt=5)"
+                )
+            if choice.numbers is None:
+                return (positions >= self.prompt).expand(contexts, length)
+            choice = [self.prompt + number for number in choice.numbers]
         if callable(choice) and not isinstance(choice, Tensor):
             if bool((self.tokens < 0).any()):
                 raise InputError("run_steps knows no token ids to choose by: choose positions, or call the model")
             choice = choice(self.tokens)
+        if hasattr(choice, "dtype"):
+            choice = torch.as_tensor(choice)
+            choice = choice if choice.dtype == torch.bool else choice.tolist()  # positions, else
         if isinstance(choice, Tensor):
+            choice = self.here(choice)
             if choice.shape != self.tokens.shape or choice.dtype != torch.bool:
                 raise InputError(
                     f"expected a boolean mask of tokens {tuple(self.tokens.shape)}, got {choice.dtype} {tuple(choice.shape)}"
                 )
             return choice.to(self.tokens.device)
-        wanted = torch.tensor([choice] if isinstance(choice, int) else list(choice or ()), dtype=torch.long)
+        wanted = torch.tensor(numbers(choice) or (), dtype=torch.long)
         return torch.isin(positions, wanted.to(positions.device)).expand(contexts, length)
 
     def other_documents(self, seed: int, there: Tensor | None = None) -> Tensor:
@@ -160,6 +199,12 @@ class At:
         return value if site is None else self.forward.values[site, self.step.index]
 
 
+def _whole(number: Any) -> int:
+    if isinstance(number, bool):
+        raise TypeError
+    return index(number)
+
+
 def numbers(choice: Any) -> tuple[int, ...] | None:
     """An int or several as a tuple; None stays None (all).
 
@@ -169,9 +214,10 @@ def numbers(choice: Any) -> tuple[int, ...] | None:
     if choice is None:
         return None
     try:
-        chosen = (int(choice),) if isinstance(choice, int) else tuple(int(number) for number in choice)
-    except (TypeError, ValueError):
-        raise InputError(f"expected an integer, several, or None for all, got {choice!r}") from None
+        chosen = (_whole(choice),) if hasattr(choice, "__index__") and not getattr(choice, "shape", ()) else None
+        chosen = tuple(map(_whole, choice)) if chosen is None else chosen
+    except TypeError:
+        raise InputError(f"expected an integer, several, or None for all, got {choice!r:.80}") from None
     if not chosen:
         raise InputError("an empty choice matches nothing; leave it out for all")
     return chosen

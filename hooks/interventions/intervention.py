@@ -11,7 +11,7 @@ from torch import Tensor
 from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, numbers, tokens_at
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES, check_sites
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, VisitlensError
 
 Choice = int | Iterable[int] | None
 """One number, several, or None for all. Layers are 0-based, visits 1-based."""
@@ -165,15 +165,16 @@ class Intervention:
         mask = self.place.mask(value, at)
         if mask is not None and not bool(mask.any()):
             return value, False
-        new = self.change(value, at).to(device=value.device, dtype=value.dtype)
         try:
+            new = self.change(value, at).to(device=value.device, dtype=value.dtype)
             fits = torch.broadcast_shapes(new.shape, value.shape) == value.shape
-        except RuntimeError:
-            fits = False
+            came = f"got {tuple(new.shape)}"
+        except RuntimeError as error:  # of torch: shapes that don't go together
+            if isinstance(error, (VisitlensError, torch.OutOfMemoryError)):
+                raise
+            fits, came, new = False, str(error), value
         if not fits:
-            raise InputError(
-                f"{self}: expected a value that fits {tuple(value.shape)} at {at.step}, got {tuple(new.shape)}"
-            )
+            raise InputError(f"{self}: expected a value that fits {tuple(value.shape)} at {at.step}, {came}")
         return (new.expand_as(value) if mask is None else torch.where(mask, new, value)), True
 
     def __repr__(self) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor
 
-from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, tokens_at
+from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice, numbers, tokens_at
 from visitlens.hooks.interventions.intervention import Choice, Intervention, Place, per_token
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
@@ -65,6 +65,7 @@ def zero(site: str, **where: Unpack[WhereExpert]) -> Intervention:
 def scale(site: str, factor: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value times a factor (a number, or a tensor that broadcasts against [context, position, ...])."""
     place = _numeric(Place.of(site, **where), "scale")
+    factor = _amount(factor, "scale")
     return Intervention("scale", place, lambda value, at: value * factor, number=_number(factor))
 
 
@@ -72,24 +73,30 @@ def scale(site: str, factor: float | Tensor, **where: Unpack[WhereExpert]) -> In
 def add(site: str, vector: float | Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value plus a vector over its last axis (a steering vector), or any tensor that broadcasts against it."""
     place = _numeric(Place.of(site, **where), "add")
+    vector = _amount(vector, "add")
     return Intervention("add", place, lambda value, at: value + vector, number=_number(vector))
 
 
 @_where_shown
 def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[WhereExpert]) -> Intervention:
-    """A given value, or that of another run at the same site and step (activation patching: a `Captured` or a run)."""
+    """A given value, or that of another run at the same site and step (activation patching: a `Captured`, a captured
+    generation or a run)."""
     place = Place.of(site, **where)
-    if isinstance(value, (int, float, Tensor)):
-        constant = torch.as_tensor(value)
+    if not callable(getattr(value, "at", None)):
+        constant = torch.as_tensor(_amount(value, f"a capture or a run to replace {site!r} by"))
         return Intervention("replace", place, lambda old, at: constant, number=_number(value))
-    if not hasattr(value, "at"):
-        raise InputError(f"expected a number, a tensor, a capture or a run to replace {site!r} by, got {value!r}")
+    run = cast(SiteValues, value)
 
-    def change(old: Tensor, at: At) -> Tensor:
+    def other(old: Tensor, at: At) -> Tensor:
         step = at.step.index
-        return _where(tokens_at(value, step), lambda: value.at(at.site, step), old, at)
 
-    return Intervention("replace", place, change, values=value)
+        def found() -> Tensor:
+            theirs = run.at(at.site, step)
+            return theirs if "key" in SITES[site].axes else at.forward.here(theirs)
+
+        return _where(tokens_at(run, step), found, old, at)
+
+    return Intervention("replace", place, other, values=run)
 
 
 def _where(there: Tensor | None, other: Callable[[], Tensor], own: Tensor, at: At) -> Tensor:
@@ -121,6 +128,8 @@ def mean(site: str, over: SiteMeans | None = None, **where: Unpack[WhereExpert])
             raise InputError(f"the means hold no {at.site!r} at {at.step}; make them with site_means") from None
         return found[at.experts] if by_expert else found
 
+    if over is not None and not isinstance(over, Mapping):
+        raise InputError(f"expected the means of a sample, from site_means, got {over!r:.80}")
     place = _per_token(Place.of(site, **where), "mean")
     return Intervention("mean", place, change, whole_batch=over is None, beside=("experts",) * (site == "expert_out"))
 
@@ -152,7 +161,8 @@ def resample(site: str, seed: int = 0, **where: Unpack[Where]) -> Intervention:
 @_where_shown
 def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> Intervention:
     """The value without its part along one direction [d] or several [n, d] of its last axis."""
-    if directions.ndim not in (1, 2) or not bool(directions.isfinite().all()):
+    directions = torch.as_tensor(_amount(directions, "project_out"))
+    if directions.ndim not in (1, 2) or not directions.numel() or not bool(directions.isfinite().all()):
         raise InputError(f"expected finite directions [d] or [n, d], got shape {tuple(directions.shape)}")
     _, sizes, rows = torch.linalg.svd(directions.reshape(-1, directions.shape[-1]).double(), full_matrices=False)
     precision = torch.finfo(directions.dtype if directions.is_floating_point() else torch.float32).eps
@@ -169,6 +179,17 @@ def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> 
     return Intervention("project_out", _per_token(Place.of(site, **where), "project_out"), change)
 
 
+def generated(*numbers: int) -> Generated:
+    """Tokens to act on, `token=generated(0, 2)`: what the model wrote, counted from 0 after the prompt; all without a number.
+
+    The prompt is what the first forward through a cache gets. Its last token's forward writes generated token 0: to change
+    that, act on the prompt.
+    """
+    if any(not isinstance(n, int) or n < 0 for n in numbers):
+        raise InputError(f"expected numbers of generated tokens, counted from 0, got {', '.join(map(repr, numbers))}")
+    return Generated(numbers or None)
+
+
 # Between visits
 
 
@@ -176,9 +197,11 @@ def project_out(site: str, directions: Tensor, **where: Unpack[WhereExpert]) -> 
 def take(site: str, source: int = 1, **where: Unpack[Where]) -> Intervention:
     """What visit `source` of the same layer had in the same forward (after its own interventions): a frozen site.
 
-    `visit` is by default every later one. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
+    `visit` is by default every later one; from itself (`source=2, visit=2`) it is the identity. At `experts` the visit keeps its own router's gates, renormalised over the experts taken;
     to take both, name both.
     """
+    if not isinstance(source, int) or source < 1:
+        raise InputError(f"expected the number of a visit to take from, counted from 1, got {source!r}")
     place = dataclasses.replace(Place.of(site, **where), least=source)
     if place.visit is None:
         place = dataclasses.replace(place, after=source)
@@ -201,9 +224,10 @@ def swap(
     token: TokenChoice = None,
 ) -> Intervention:
     """Each of two visits gets what the other had in the run without these interventions (one more forward)."""
-    a, b = visits
-    if a == b:
+    chosen = numbers(visits) or ()
+    if len(set(chosen)) != 2 or len(chosen) != 2:
         raise InputError(f"expected two different visits to swap, got {visits}")
+    a, b = chosen
     other = {a: b, b: a}
 
     def change(value: Tensor, at: At) -> Tensor:
@@ -248,15 +272,32 @@ def knock_out_sink(
     def change(pattern: Tensor, at: At) -> Tensor:
         starts = at.forward.start_keys
         own = torch.arange(starts.shape[1], device=pattern.device) + at.forward.offset
-        keys = torch.arange(pattern.shape[-1], device=pattern.device)
+        keys = torch.arange(pattern.shape[-1], device=pattern.device) + own[-1] + 1 - pattern.shape[-1]  # the last ones
         blocked = (keys == starts.unsqueeze(-1)) & (own != starts).unsqueeze(-1)  # [context, query, key]
         rest = pattern.masked_fill(blocked.unsqueeze(1), 0.0)
         if mass == "drop":
             return rest
         total = rest.sum(-1, keepdim=True)  # a learned sink's slot keeps its own mass
-        return torch.where(total > 0, rest * (pattern.sum(-1, keepdim=True) / total), rest)
+        return rest * (pattern.sum(-1, keepdim=True) / total).masked_fill(total <= 0, 1.0)
 
     return Intervention(f"knock_out_sink[{mass}]", Place.of("P", layer, visit, head), change)
+
+
+def _amount(given: Any, what: str) -> float | Tensor:
+    """A number or a tensor; of an array or a list, its tensor.
+
+    Raises:
+        InputError: something else.
+    """
+    if isinstance(given, (int, float, Tensor)):
+        return given
+    try:
+        made = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        made = None
+    if made is None or made.is_complex():
+        raise InputError(f"{what}: expected a number or a tensor, got {given!r:.80}")
+    return made
 
 
 def _number(given: object) -> float | None:

@@ -47,6 +47,9 @@ class KVCache:
         k = self.slots[0].k
         return 0 if k is None else k.shape[1]
 
+    def __repr__(self) -> str:
+        return f"KVCache({self.length} tokens at {len(self.slots)} steps)"
+
 
 class SegmentedAttention(nn.Module):
     """Q, K, V, O of one physical layer; `W_Q [H, n_h d]`, `W_K, W_V [H, n_kv d]`, `W_O [n_h d, H]`."""

@@ -6,9 +6,9 @@ are which sites and how often each layer runs, so the calls are labelled, and co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,49 @@ from torch import Tensor, nn
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.document_model import DocumentModel
+from visitlens.hooks.document_model import Change, DocumentModel
 from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.guards import difference, sample_tokens, tolerance
+from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError, PlanError
 
 _INSIDE = (
     "nnsight's cache keeps inputs and outputs of modules, and this lies inside one; visitlens.adapt reads it locally"
 )
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """The change of a site at one call of its module, inside a trace."""
+
+    step: Step
+    site: str
+    read: Read
+    envoy: Any
+    call: int
+    changes: tuple[Change, ...]
+
+    def put_in(self, model: NNsightModel, batch: tuple[int, ...]) -> None:
+        of_output, nothing = self.read.end == "output", ((), {})
+        output, (args, kwargs) = (self.envoy.output, nothing) if of_output else (None, self.envoy.inputs)
+        value = new = _value(self.read, (output, (args, kwargs)))
+        for change in self.changes:
+            changed = model.changed(change, self.site, self.step, new, batch)
+            new = new if changed is None else changed
+        if new is value:
+            return
+        number = self.read.item
+        if of_output:
+            self.envoy.output = _with_item(output, number, new) if isinstance(output, (tuple, list)) else new
+        elif number < len(args):
+            self.envoy.inputs = (_with_item(args, number, new), kwargs)
+        else:
+            self.envoy.inputs = (args, {**kwargs, self.read.name: new})
+
+
+def _with_item(items: Any, number: int, new: Tensor) -> Any:
+    return type(items)([*items[:number], new, *items[number + 1 :]])
 
 
 class NNsightModel(FamiliarCalls, DocumentModel):
@@ -59,6 +93,7 @@ class NNsightModel(FamiliarCalls, DocumentModel):
             notes=(*adapted.config.notes, "read through nnsight: inputs and outputs of modules"),
         )
         self._captured: Captured | None = None
+        self._changes: tuple[tuple[frozenset[tuple[str, Step]], Change], ...] = ()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self._weights.parameters()
@@ -78,7 +113,7 @@ class NNsightModel(FamiliarCalls, DocumentModel):
             InputError: what nnsight's cache holds isn't what was there.
         """
         result = super().forward(tokens, segments, return_type=return_type)
-        if self._captured is not None and (new := set(self._captured.sites) - self._checked):
+        if self._captured is not None and not self._changes and (new := set(self._captured.sites) - self._checked):
             self._checked |= new  # by now: the check runs this model
             try:
                 if self.remote in (False, "local"):
@@ -105,20 +140,39 @@ class NNsightModel(FamiliarCalls, DocumentModel):
                         "read, and nnsight's cache keeps references. Use visitlens.adapt"
                     )
 
+    @contextmanager
+    def changing(self, places: Collection[tuple[str, Step]], change: Change) -> Iterator[None]:
+        if self.remote:
+            raise InputError(
+                "interventions are functions of this process, and nnsight's remote=True runs the trace in another: change values there "
+                "in nnsight's own trace, `for _ in tracer.iter[visit - 1]: module.output = ...`, or trace locally"
+            )
+        before, self._changes = self._changes, (*self._changes, (frozenset(places), change))
+        try:
+            yield
+        finally:
+            self._changes = before
+
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
         options = {**self.family.call, **self.family.start(self._weights, documents)}
         where = {"remote": self.remote} if self.remote else {}
         captured = self._captured
         paths = [] if captured is None else sorted(self._watched(captured))
         modules = [self._envoy(path) for path in paths]
+        edits, batch, result = list(self._edits()), tuple(documents.shape), None
         with torch.no_grad():
-            if not modules:
+            if not modules and not edits:
                 with self.lm.trace(documents, **options, **where):
                     result = self.lm.output.save()
             else:
                 with self.lm.trace(documents, **options, **where) as tracer:
                     cache = tracer.cache(modules=modules, include_inputs=True)
+                    for edit in edits:
+                        for _ in tracer.iter[edit.call]:
+                            edit.put_in(self, batch)
                     result = self.lm.output.save()
+                if result is None:  # a trace ends, with a warning, where it waits for a call that never comes
+                    raise PlanError("a visit to be changed never came: plan and model disagree")
                 if captured is not None:
                     self._label(
                         captured, {p: _calls(cache, m.path) for p, m in zip(paths, modules, strict=True)}, documents
@@ -137,6 +191,19 @@ class NNsightModel(FamiliarCalls, DocumentModel):
                     if read.site in captured.sites:
                         watched[".".join(p for p in (path, read.module) if p)] = None
         return watched
+
+    def _edits(self) -> Iterator[_Edit]:
+        """What `intervene` changes, in the order of the forward: a trace takes values in the order they come."""
+        for step in self.plan.steps:
+            layer = self.anatomy.layers[step.layer]
+            for site in SITES:
+                changes = tuple(change for places, change in self._changes if (site, step) in places)
+                if changes:
+                    read = next(read for read in layer.reads if read.site == site)
+                    tied = len(layer.modules) > 1
+                    path = layer.modules[step.visit - 1 if tied else 0]
+                    envoy = self._envoy(".".join(p for p in (path, read.module) if p))
+                    yield _Edit(step, site, read, envoy, 0 if tied else step.visit - 1, changes)
 
     def _envoy(self, path: str) -> Any:
         found = self.lm

@@ -43,8 +43,9 @@ class SinkMass(Statistic):
 
     def per_token(self, values: StepValues, geometry: Geometry) -> dict[str, TokenValues]:
         rows = values.attention_rows
-        beyond_start = (values.visible_keys > 1).view(-1, 1, 1)
-        beyond_four = (values.visible_keys > 4).view(-1, 1, 1)
+        positions = values.segments.positions()
+        beyond_start = (positions > 0).view(-1, 1, 1)
+        beyond_four = (positions > 3).view(-1, 1, 1)
         return {
             "sink_mass": TokenValues(stack([r.sink_mass for r in rows]), beyond_start),
             "first4_mass": TokenValues(stack([r.first4_mass for r in rows]), beyond_four),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
@@ -120,14 +121,15 @@ def test_the_catalogue_of_sites_names_real_places() -> None:
 
 
 def test_step_values_leave_padding_out_and_restart_positions() -> None:
-    """Two contexts of 4: documents of 3 and 1, then 2 and padding."""
-    plan = LoopSpec(1, range(0), 1).plan()
+    """Two contexts of 4: documents of 3 and 1, then 2 and padding; the second layer has a sliding window of 2."""
+    plan = LoopSpec(2, range(0), 1).plan()
     captured = Captured(plan, ("resid",))
+    captured.rules[1] = AttentionRule(1.0, window=2)
     captured.store("resid", 0, torch.arange(8.0).view(2, 4, 1))
     values = StepValues(captured, torch.tensor([[0, 0, 0, 1], [2, 2, -1, -1]]))
     assert values.site("resid", 0).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert values.segments.bounds == (0, 3, 4, 6)
-    assert values.visible_keys.tolist() == [1, 2, 3, 1, 1, 2]
+    assert values.keys_seen.tolist() == [[1, 1], [2, 2], [3, 2], [1, 1], [1, 1], [2, 2]]
 
 
 def test_step_values_compute_the_rows_of_each_step_from_its_own_queries_and_keys(

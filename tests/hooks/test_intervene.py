@@ -315,6 +315,15 @@ def test_later_steps_see_what_earlier_ones_became(looped, text) -> None:
     torch.testing.assert_close(both.get("resid", 1, 2), 2 * after.get("resid", 1, 2))
 
 
+def test_a_nested_intervention_chooses_its_tokens(make_model: ModelFactory) -> None:
+    model, tokens = make_model(2), torch.arange(3, 13).unsqueeze(0)
+    one, two = scale("V", 1.5, visit=1), zero("PV", token=[2, 5])
+    with intervene(model, one, two):
+        together = model(tokens)
+    with intervene(model, one), intervene(model, two):
+        assert torch.equal(model(tokens), together)
+
+
 def test_a_nested_swap_reads_the_run_inside_the_outer_intervention(looped, text) -> None:
     outer = scale("V", 2.0, layer=1, visit=1)
     plain = seen(looped, text, "V", outer)

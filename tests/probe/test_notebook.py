@@ -36,6 +36,28 @@ def hooked(model: Model) -> bool:
     return any(point.has_hooks() for point in model.native.hook_dict.values()) or "forward" in model.native.__dict__
 
 
+def test_a_run_is_continued_under_its_interventions(model: Model, run: Run) -> None:
+    changed = run.with_(vl.do.take("V", visit=2), vl.do.scale("K", 1.5, visit=1))
+    longer = changed.generate(8)
+    ids = run.token_ids
+    with torch.no_grad(), intervene(model.native, *changed.interventions):
+        for _ in range(8):
+            ids = torch.cat([ids, model.native(ids)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(longer.token_ids, ids) and not hooked(model)
+    assert not torch.equal(longer.token_ids, run.generate(8).token_ids)
+    assert longer.generated == model.tokenizer.decode(ids[0, -8:].tolist())
+    assert f"{len(longer.tokens)} tokens (8 generated), " in repr(longer)
+    first = run.generate(4).with_(vl.do.zero("attn_write", layer=3, visit=2, token=vl.do.generated(0)))
+    assert float(first.site("attn_write", 3, 2)[len(run.tokens)].abs().max()) == 0
+    assert float(first.site("attn_write", 3, 2)[len(run.tokens) - 1].abs().max()) > 0
+    with pytest.raises(InputError, match="every token of this run was given"):
+        _ = run.generated
+    with pytest.raises(InputError, match="texts of different lengths can't be continued side by side"):
+        model.run(["a", "a b c d"]).generate(2)
+    with pytest.raises(InputError, match="expected at least 1 new token, got 0"):
+        run.generate(0)
+
+
 def test_load_takes_a_name_or_a_folder_and_no_recording(model: Model, looped_recording: RecordedRun) -> None:
     assert vl.load(PAIR["looped"]).config == model.config and vl.load("baseline").plan.looped_layers == ()
     with pytest.raises(InputError, match=r"visitlens\.open"):

@@ -217,6 +217,25 @@ def test_a_head_that_attends_only_to_the_segment_start_has_sink_mass_1() -> None
     assert measure("sink_mass", sites, segments).count.tolist() == [[[7], [7]]]
 
 
+def test_a_sliding_window_leaves_out_no_query_of_the_first_4() -> None:
+    """Six equal keys, a window of 4: queries 4 and 5 see keys 1-4 and 2-5, of which 3 and 2 are among the first 4."""
+    equal = torch.zeros(6, 1, 2)
+    sites, rules = {"Q": [equal, equal], "K": [equal, equal]}, dict.fromkeys((0, 1), AttentionRule(1.0, window=4))
+    first4 = measure("first4_mass", sites, rules=rules)
+    assert first4.count.tolist() == [[[2], [2]]]
+    np.testing.assert_allclose(mean(first4).ravel(), [(3 / 4 + 2 / 4) / 2] * 2)
+    assert measure("sink_mass", sites, rules=rules).count.tolist() == [[[5], [5]]]
+
+
+def test_where_attention_goes_both_ways_every_query_sees_its_document() -> None:
+    """Documents of 9, 8 and 1: all of the first see more than 8 keys, all of the second more than 1."""
+    equal = torch.zeros(18, 1, 2)
+    sites, rules = {"Q": [equal, equal], "K": [equal, equal]}, dict.fromkeys((0, 1), AttentionRule(1.0, causal=False))
+    segments = [0] * 9 + [1] * 8 + [2]
+    assert measure("top8_overlap", sites, segments, rules).count.tolist() == [[[9]]]
+    assert measure("top1_match", sites, segments, rules).count.tolist() == [[[17]]]
+
+
 @pytest.mark.parametrize("from_map", [False, True], ids=["kernel", "map"])
 def test_a_learned_sink_takes_its_share_of_each_row(from_map: bool) -> None:
     """Equal scores and a sink of logit ln 2: it takes 2 parts of 3 from the first query, 2 of 4 from the second. From a map it

@@ -190,7 +190,7 @@ def test_another_loop_count_is_the_model_configured_so(make_hf: Callable[..., An
         assert all(a is b for a, b in zip(other.parameters(), model.parameters(), strict=True))
     with pytest.raises(InputError, match="leave residual_scale out"):
         with_loop_count(model, 2, "rescaled")
-    with pytest.raises(InputError, match="at least 1 loop, got 0"):
+    with pytest.raises(InputError, match="at least 1 visit, a whole number, got 0"):
         with_loop_count(model, 0)
     with pytest.raises(InputError, match="no loop count that is read when it runs"):
         with_loop_count(adapt(make_hf("zamba")), 2)

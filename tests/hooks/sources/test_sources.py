@@ -229,6 +229,55 @@ def test_nnsight_refuses_what_it_cannot_see_and_a_plan_that_is_not_the_models(hr
         vl.from_nnsight(hrm)
 
 
+def test_interventions_through_nnsight_are_those_through_the_adapter(hrm: nn.Module) -> None:
+    """To the bit, and a capture inside sees what they made."""
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
+    source, own, do = vl.from_nnsight(nnsight.NNsight(hrm)), adapt(hrm), vl.do
+    sites = [site for site in SITES if site not in source.config.missing]
+    plain = source(TOKENS, SEGMENTS).nan_to_num()
+    with vl.capture(source, sites) as clean:
+        source(TOKENS, SEGMENTS)
+    with vl.intervene(source, *(do.replace(site, clean) for site in sites)):
+        assert torch.equal(source(TOKENS, SEGMENTS).nan_to_num(), plain)
+    for chain in (
+        [do.zero("attn_write", layer=0, visit=3), do.scale("X", 1.3), do.add("resid", 0.5, layer=2, token=[3, 8])],
+        [do.take("X", layer=1, visit=4)],
+        [do.skip(layer=1, visit=2)],
+        [do.swap("attn_write", layer=0), do.mean("moe_in", layer=2), do.resample("moe_write", layer=3)],
+    ):
+        seen = []
+        for model in (source, own):
+            with vl.intervene(model, chain[0]), vl.intervene(model, *chain[1:]), vl.capture(model, sites) as captured:
+                seen.append((model(TOKENS, SEGMENTS).nan_to_num(), captured))
+        (through, a), (direct, b) = seen
+        assert torch.equal(through, direct) and not torch.equal(through, plain), chain
+        for step in own.plan.steps:
+            for site in sites:
+                assert torch.equal(a.at(site, step.index).nan_to_num(), b.at(site, step.index).nan_to_num())
+    assert torch.equal(source(TOKENS, SEGMENTS).nan_to_num(), plain)
+
+
+def test_interventions_through_nnsight_say_what_cannot_be(
+    hrm: nn.Module, remotable: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
+    source = vl.from_nnsight(nnsight.NNsight(hrm))
+    with pytest.raises(InputError, match="no site 'Q': nnsight's cache keeps"), vl.intervene(source, vl.do.zero("Q")):
+        pass
+    wide = vl.do.add("X", torch.ones(3))
+    with vl.intervene(source, wide), pytest.raises(InputError, match=r"expected a value that fits .*16\) at step 0"):
+        source(TOKENS)
+    with vl.intervene(source, vl.do.zero("X", layer=0, visit=6)):
+        monkeypatch.setattr(hrm.config, "L_cycles", 2)
+        with pytest.raises(PlanError, match="a visit to be changed never came"), pytest.warns(UserWarning):
+            source(TOKENS)
+        monkeypatch.undo()
+    remote = vl.from_nnsight(remotable, remote=True)
+    message = r"remote=True runs the trace in another: .*tracer\.iter\[visit - 1\]"
+    with pytest.raises(InputError, match=message), vl.intervene(remote, vl.do.zero("X")):
+        pass
+
+
 @pytest.fixture(scope="module")
 def remotable(hrm: nn.Module, bridge: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """HRM-Text as a server would know it: by a name."""
