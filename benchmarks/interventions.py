@@ -11,8 +11,6 @@ without; its own forward without hooks is given beside.
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +18,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from machine import describe
-from peers import _bridge, _model
+from peers import interleaved, make_bridge, make_model
 
 import visitlens as vl
 from visitlens.hooks.generation import generate
@@ -51,8 +49,8 @@ def main(
 ) -> None:
     """Times every way in turn."""
     torch.set_num_threads(1)
-    model = _model(hidden, tokens + new)
-    adapted, bridge = vl.adapt(model), _bridge(model)
+    model = make_model(hidden, tokens + new)
+    adapted, bridge = vl.adapt(model), make_bridge(model)
     ids = torch.randint(3, 500, (contexts, tokens), generator=torch.Generator().manual_seed(0))
 
     def ours(chain: tuple[Any, ...], run: Callable[[], Any]) -> Callable[[], Any]:
@@ -99,18 +97,8 @@ def _without_start(pattern: torch.Tensor) -> torch.Tensor:
 
 
 def _ratios(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            start = time.process_time()
-            run()
-            if number:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
-    found = {
-        name: statistics.median(a / b for a, b in zip(each, seconds["plain"], strict=True))
-        for name, each in seconds.items()
-    }
-    return {"seconds_plain": round(statistics.median(seconds["plain"]), 4)} | {n: round(r, 3) for n, r in found.items()}
+    seconds, found = interleaved(ways, rounds)
+    return {"seconds_plain": round(seconds, 4)} | {name: round(ratio, 3) for name, ratio in found.items()}
 
 
 if __name__ == "__main__":

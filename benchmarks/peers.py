@@ -55,16 +55,7 @@ def main(
         print(peaks[2] - peaks[1])
         return
     ways = _ways(hidden, tokens, contexts, WAYS)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            start = time.process_time()
-            run()
-            if number:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(seconds[name], seconds["plain"], strict=True)) for name in ways
-    }
+    seconds, ratios = interleaved(ways, rounds)
     sizes = ("--hidden", str(hidden), "--tokens", str(tokens), "--contexts", str(contexts))
     peaks = {name: sorted(_memory(name, sizes) for _ in range(PROCESSES)) for name in WAYS[1:]}
     steps = 16
@@ -73,7 +64,7 @@ def main(
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {name: version(name) for name in ("torch", "transformers", "transformer-lens", "nnsight")},
         "model": f"hrm_text, hidden {hidden}, {steps} steps; {contexts} contexts of {tokens} tokens; {rounds} rounds",
-        "seconds_plain": statistics.median(seconds["plain"]),
+        "seconds_plain": seconds,
         "ratio_to_plain_forward": ratios,
         "payload_mb": len(SITES) * steps * contexts * tokens * hidden * 4 / 1e6,
         "map_mb": contexts * (hidden // 64) * tokens**2 * 4 / 1e6,
@@ -85,8 +76,24 @@ def main(
     print(json.dumps(report, indent=2))
 
 
+def interleaved(ways: dict[str, Callable[[], Any]], rounds: int) -> tuple[float, dict[str, float]]:
+    """Median CPU seconds of "plain", and each way's ratio to it: the median over rounds in which all run in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, run in ways.items():
+            start = time.process_time()
+            run()
+            if number:  # the first round warms up
+                seconds[name].append(time.process_time() - start)
+    plain = seconds["plain"]
+    ratios = {
+        name: statistics.median(a / b for a, b in zip(each, plain, strict=True)) for name, each in seconds.items()
+    }
+    return statistics.median(plain), ratios
+
+
 def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-    model = _model(hidden, tokens)  # each peer has a copy: nnsight puts its own forward into every module for good
+    model = make_model(hidden, tokens)  # each peer has a copy: nnsight puts its own forward into every module for good
     ids = torch.randint(3, 500, (contexts, tokens), generator=torch.Generator().manual_seed(0))
 
     def plain() -> Any:
@@ -120,7 +127,7 @@ def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> di
         return run
 
     def transformer_lens() -> Callable[[], Any]:
-        bridge = _bridge(model)
+        bridge = make_bridge(model)
         kept = [f"{stack}_blocks.{i}.{point}" for stack in "LH" for i in range(2) for point in POINTS]
 
         def run() -> Any:
@@ -138,7 +145,7 @@ def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> di
     return {name: builders[name]() for name in names}
 
 
-def _model(hidden: int, tokens: int) -> Any:
+def make_model(hidden: int, tokens: int) -> Any:
     import transformers
 
     sizes = {"vocab_size": 512, "hidden_size": hidden, "intermediate_size": 2 * hidden, "head_dim": 64}
@@ -155,7 +162,7 @@ def _model(hidden: int, tokens: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
 
-def _bridge(model: Any) -> Any:
+def make_bridge(model: Any) -> Any:
     """A bridge of the same weights; TransformerLens wants a folder with a tokenizer."""
     import transformers
     from tokenizers import Tokenizer, models
