@@ -118,7 +118,7 @@ class Registry:
         while len(self._read) > _MOST_READ:
             oldest, _ = self._read.popitem(last=False)
             entry = self._known.pop(oldest)
-            with suppress(RecordingError):  # it changed: the next look opens it
+            with suppress(RecordingError, OSError):  # it changed, or can't be had now: the next look opens it
                 self._known[oldest] = replace(entry, run=entry.run and open_recording(entry.place))
 
     def id_of(self, path: Path | None) -> str | None:
@@ -210,4 +210,5 @@ def _opened(id_: str, place: Place, version: str) -> Entry:
 def without_folder(message: str, place: Place) -> str:
     """A message about a recording without the folder it lies in: who looks may be on another machine."""
     fetched = re.escape(str(cache_folder() / "fetched"))
-    return re.sub(rf"{fetched}/\w+/\w+/", "", message.replace(f"{str(place).rpartition('/')[0]}/", ""))
+    folder = str(place).rpartition("/")[0]
+    return re.sub(rf"{fetched}/\w+/\w+/", "", message.replace(f"{folder}/", "") if folder else message)

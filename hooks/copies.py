@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import equal, nn
 
 from visitlens.hooks.discovery import layer_candidates
+from visitlens.kernels.errors import InputError
 
 
 def copied_layers(model: nn.Module) -> list[list[str]]:
@@ -26,8 +27,14 @@ def copied_layers(model: nn.Module) -> list[list[str]]:
 
 
 def tie_copies(model: nn.Module) -> list[list[str]]:
-    """Makes the equal weights of such layers one Parameter each, the first layer's; returns the groups."""
+    """Makes the equal weights of such layers one Parameter each, the first layer's; returns the groups.
+
+    Raises:
+        InputError: there are none.
+    """
     groups = copied_layers(model)
+    if not groups:
+        raise InputError("the model has no layers that are copies of one another: leave tie_copies out")
     for first, *others in groups:
         source = model.get_submodule(first)
         for path in others:

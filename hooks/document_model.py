@@ -62,8 +62,7 @@ class DocumentModel(InstrumentedModel):
             InputError: ids outside the vocabulary, shapes that disagree, a document longer than the model's context.
             PlanError: the model left its plan, where someone observes.
         """
-        if return_type not in ("logits", "loss", "none"):
-            raise InputError(f"expected return_type 'logits', 'loss' or 'none', got {return_type!r}")
+        check_return_type(return_type)
         self._check(tokens, segments)
         logits = None
         for part in _parts(tokens, segments):
@@ -83,8 +82,7 @@ class DocumentModel(InstrumentedModel):
             logits[part.index.flatten().to(piece.device)] = piece.flatten(0, 1)
         if logits is None:
             return None
-        logits = logits.unflatten(0, tuple(tokens.shape))
-        return logits if return_type == "logits" else _loss(logits, tokens, segments)
+        return read_out(logits.unflatten(0, tuple(tokens.shape)), tokens, segments, return_type)
 
     def begin(self, captured: Captured, whole: tuple[int, int] | None = None) -> None:
         """Before documents run: where they are the first of a forward, the last one's values go. `whole` is the shape of a
@@ -213,6 +211,17 @@ def _parts(tokens: Tensor, segment_ids: Tensor | None) -> Iterator[Part]:
     for number, (n, starts) in enumerate(sorted(by_length.items())):
         index = torch.tensor(starts).unsqueeze(1) + torch.arange(n)
         yield Part(index, contexts, length, number == 0, index.numel() == tokens.numel())
+
+
+def check_return_type(return_type: str) -> None:
+    """Raises InputError: none of those that there are."""
+    if return_type not in ("logits", "loss", "none"):
+        raise InputError(f"expected return_type 'logits', 'loss' or 'none', got {return_type!r}")
+
+
+def read_out(logits: Tensor, tokens: Tensor, segments: Tensor | None, return_type: str) -> Tensor:
+    """Logits [context, position, vocab] or, for "loss", what they lose."""
+    return logits if return_type == "logits" else _loss(logits, tokens, segments)
 
 
 def _loss(logits: Tensor, tokens: Tensor, segments: Tensor | None) -> Tensor:

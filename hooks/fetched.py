@@ -126,6 +126,21 @@ class Fetched:
         return (numbers["token_count"], numbers["shard_count"]) == counted
 
 
+def download_head(store: ObjectStore, folder: Path, sizes: Mapping[str, int]) -> None:
+    """Manifest and summary, as far as they are among the store's objects, which have `sizes`, into a folder.
+
+    Raises:
+        RecordingError: one is larger than a reader takes.
+    """
+    for name, most in ((schema.MANIFEST, MAX_JSON_BYTES), (schema.SUMMARY, MAX_UNPACKED)):
+        if (size := sizes.get(name)) is None:
+            continue
+        if size > most:
+            raise RecordingError(f"{store.url}/{name}: {size:,} bytes; expected at most {most:,}")
+        check_room(folder, size)
+        store.download(name, folder / name)
+
+
 def download(store: ObjectStore, shard: Mapping[str, Any], target: Path, sizes: Mapping[str, int]) -> None:
     """A manifest's shard as a file; nothing is at `target` unless it is what the manifest says.
 

@@ -69,6 +69,12 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_unbroken(cache: Any) -> None:
+    """Raises InputError: a forward with this cache ended in an error."""
+    if cache.broken:
+        raise InputError("a forward with this cache ended in an error and left it half filled: begin with a new cache")
+
+
 class InstrumentedModel(ABC):
     """A model whose steps and sites visitlens can read. Call it as the native model: token ids [context, position] and,
     for packed contexts, segment ids of the same shape (< 0: padding)."""

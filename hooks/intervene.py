@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -88,8 +89,8 @@ def intervene(
 
     Args:
         earlier: values of steps that don't run inside, for `take` after `run_steps(start=...)`.
-        prompt: how many tokens of the contexts are a prompt, for `token=generated(...)` in forwards without a cache; with one,
-            what its first forward gets, and that holds for forwards without a cache afterwards.
+        prompt: how many tokens of the contexts are a prompt, for `token=generated(...)`. By default what the first forward
+            through a cache gets, and that holds for forwards without a cache afterwards.
         must_match: whether an intervention that chose no token or expert in any forward is an error.
 
     Raises:
@@ -152,8 +153,8 @@ class _Session:
         prompt: int | None,
     ) -> None:
         self.model, self.chain, self.plan, self.earlier = model, chain, model.plan, earlier
-        self.prompt = prompt
-        self.clean: tuple[Any, Any] = (None, None)  # the last cache, and one of the same text without interventions
+        self.prompt, self.prompt_given = prompt, prompt is not None
+        self.clean: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # cache -> one of its text without interventions
         self.forward: Forward | None = None
         self.muted, self.forwards = False, 0
         self.matched = [False] * len(chain)
@@ -194,7 +195,7 @@ class _Session:
             given = signature.bind(*args, **kwargs).arguments
             tokens, cache = next(iter(given.values())), given.get("cache")
             behind = None if cache is None else cache.length
-            if behind == 0:
+            if behind == 0 and not self.prompt_given:
                 self.prompt = tokens.shape[1]
             current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.in_parts)
             if cache is not None and (whole := next((i for i in self.chain if i.whole_batch), None)):
@@ -234,12 +235,12 @@ class _Session:
         """The same forward without interventions, through a cache of its own."""
         if (cache := given.get("cache")) is not None:
             if cache.length == 0:
-                self.clean = (cache, self.model.new_cache())
-            if self.clean[0] is not cache:
+                self.clean[cache] = self.model.new_cache()
+            if cache not in self.clean:
                 raise InputError(
                     "swap needs the run without interventions from the first token on: begin with a new cache"
                 )
-            given = {**given, "cache": self.clean[1]}
+            given = {**given, "cache": self.clean[cache]}
         self.muted = True
         try:
             with capture(self.model, self.reference_sites) as captured, torch.no_grad():

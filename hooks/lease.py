@@ -48,7 +48,7 @@ class Lease:
 
     def check(self) -> None:
         """Raises StorageError once another process has taken over."""
-        if self._lost.is_set():
+        if self._lost.is_set() or self._holder().get("owner") != self.owner:
             raise StorageError(errno.EAGAIN, f"{self.store.url}: another process has taken this recording over")
 
     def __enter__(self) -> Lease:

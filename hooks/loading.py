@@ -49,8 +49,8 @@ def load_model(
     from visitlens.hooks.copies import tie_copies as tie
 
     model = load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code)
-    if tie_copies and not tie(model):
-        raise InputError(f"{source} has no layers that are copies of one another: leave tie_copies out")
+    if tie_copies:
+        tie(model)
     return adapt(model, **options)
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from visitlens.hooks import schema
-from visitlens.hooks.fetched import download
+from visitlens.hooks.fetched import download, download_head
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording, read_manifest
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
@@ -31,8 +31,7 @@ def pull(url: str, out: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         (partial / schema.SHARDS).mkdir(parents=True)
-        for name in (schema.MANIFEST, schema.SUMMARY):
-            store.download(name, partial / name)
+        download_head(store, partial, sizes)
         shards = read_manifest(partial)["shards"]
         check_room(partial, sum(shard["bytes"] for shard in shards))
         for shard in shards:

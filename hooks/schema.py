@@ -227,6 +227,9 @@ def check_run(run: Any, where: str) -> dict[str, Any]:
             and isinstance(sites, list)
             and groups <= MAX_GROUPS
             and max(places, default=-1) < groups
+            and ("groups" in run or not places)
+            and isinstance(run.get("left_out", {}), dict)
+            and isinstance(run["config"]["model"].get("notes", []), list)
             and all(map(isinstance, others, (dict, dict, list)))
             and level in LEVELS
         )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.hooks import schema
+from visitlens.hooks.fetched import download_head
 from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE
 from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
@@ -179,9 +180,7 @@ class _Stored(_Files):
         names = (name.removeprefix(prefix) for name in self.sizes if name.startswith(prefix))
         self.names = sorted(name for name in names if SHARD_NAME.fullmatch(name))
         (scratch / schema.SHARDS).mkdir()
-        for name in (schema.MANIFEST, schema.SUMMARY):
-            if name in self.sizes:
-                store.download(name, scratch / name)
+        download_head(store, scratch, self.sizes)
 
     def shards(self) -> Iterator[Path]:
         for name, path in zip(self.names, super().shards(), strict=True):

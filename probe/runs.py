@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
-from visitlens.hooks.interventions.forward import numbers
+from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.kernels.errors import InputError
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
@@ -90,7 +90,9 @@ class Run:
     def with_(self, *interventions: Intervention | Sequence[Intervention]) -> Run:
         """The same tokens with more interventions, after those that there are."""
         chain = tuple(flatten([*self.interventions, *interventions]))
-        return self._checked(Run(self.model, self.token_ids, self.segment_ids, chain, self.prompt_length))
+        run = Run(self.model, self.token_ids, self.segment_ids, chain, self.prompt_length)
+        awaited = self.prompt_length is None and any(isinstance(i.place.token, Generated) for i in chain)
+        return run if awaited else self._checked(run)  # what isn't written yet is chosen by `generate`
 
     def generate(self, max_new_tokens: int = 32) -> Run:
         """The text continued greedily under this run's interventions, to the end-of-text token at most: a run of all of it.
@@ -105,11 +107,13 @@ class Run:
             raise InputError(f"expected at least 1 new token, got {max_new_tokens!r}")
         if bool((self.segment_ids < 0).any()):
             raise InputError("texts of different lengths can't be continued side by side: run each alone")
-        with self._intervened():
+        # The last token is written and not run here: what acts on it shows in the run of the whole text.
+        with self._intervened(must_match=False):
             stop = self.model.config.eos_token_id if len(self.token_ids) == 1 else None
             tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop)
         segments = self.segment_ids[:, :1].expand_as(tokens).contiguous()
-        run = Run(self.model, tokens, segments, self.interventions, self.token_ids.shape[1])
+        prompt = self.token_ids.shape[1] if self.prompt_length is None else self.prompt_length
+        run = Run(self.model, tokens, segments, self.interventions, prompt)
         return self._checked(run)
 
     @property
@@ -174,8 +178,8 @@ class Run:
         """Displays the tokens with their losses; prints in a terminal."""
         show(self)
 
-    def _intervened(self) -> AbstractContextManager[None]:
-        return intervene(self.model.native, *self.interventions, prompt=self.prompt_length)
+    def _intervened(self, must_match: bool = True) -> AbstractContextManager[None]:
+        return intervene(self.model.native, *self.interventions, prompt=self.prompt_length, must_match=must_match)
 
     @staticmethod
     def _checked(run: Run) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.capture import Captured
-from visitlens.hooks.document_model import Change, DocumentModel, Part
+from visitlens.hooks.document_model import Change, DocumentModel, Part, check_return_type, read_out
 from visitlens.hooks.familiar_calls import FamiliarCalls
+from visitlens.hooks.instrumented import check_unbroken
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.errors import InputError
 
@@ -71,6 +73,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         """
         if cache is None:
             return super().forward(tokens, segments, return_type=return_type)
+        check_return_type(return_type)
         if segments is not None:
             raise InputError("a KV cache holds one document per context: pass no segment ids with it")
         self._check(tokens, None)
@@ -80,8 +83,10 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
             raise InputError(
                 "this cache holds keys or values that were changed inside an `intervene` that has ended: begin with a new cache"
             )
+        check_unbroken(cache)
         index = torch.arange(tokens.numel()).view(tokens.shape)
         before, self.part, self.cache = self.cache, Part(index, *tokens.shape, first=True, whole=True), cache
+        cache.broken = True
         try:
             options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
             with self._looping(), self.family.running(self.model):
@@ -92,8 +97,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
             raise InputError(
                 f"{self.config.family} returns no cache that can be passed on: it can't generate token by token"
             )
-        cache.passed, cache.length = passed, end
-        return None if return_type == "none" else self.family.logits(result)
+        cache.passed, cache.length, cache.broken = passed, end, False
+        return None if return_type == "none" else read_out(self._logits(result), tokens, None, return_type)
 
     def new_cache(self) -> Cache:
         """An empty cache, for `model(tokens, cache=cache)`."""
@@ -105,8 +110,10 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
             if return_type == "none":
                 self.body(documents, **self.family.call, **start)
                 return None
-            logits = self.family.logits(self.model(documents, **self.family.call, **start))
-        if logits is None:
+            return self._logits(self.model(documents, **self.family.call, **start))
+
+    def _logits(self, result: Any) -> Tensor:
+        if (logits := self.family.logits(result)) is None:
             raise InputError(
                 "this model has no language-model head, so there are no logits: load its ...ForCausalLM class, "
                 "or ask for return_type='none'"

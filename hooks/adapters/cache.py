@@ -17,6 +17,8 @@ class Cache:
     """`length` tokens so far; `passed` are the arguments that hand the model's own cache on."""
 
     length: int = 0
+    broken: bool = False
+    """Whether a forward ended in an error, which leaves some layers with its tokens and others without."""
     passed: dict[str, Any] = field(default_factory=dict, repr=False)
     changed: dict[tuple[StepEditor, str, int], Tensor] = field(default_factory=dict, repr=False)
     """Keys and values [batch, kv head, token, d] as an `intervene` made them, by site and step: the model's own cache is

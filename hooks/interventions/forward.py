@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from visitlens.hooks.capture import VISITED
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
@@ -66,8 +67,10 @@ class Forward:
     def here(self, whole: Tensor) -> Tensor:
         """The tokens at work, of a value [context, position, ...] of the whole text."""
         last = self.offset + self.tokens.shape[1]
-        if self.behind is None or whole.ndim < 2 or whole.shape[1] < last:
+        if self.behind is None or whole.ndim < 2:
             return whole
+        if self.offset and whole.shape[1] < last:
+            raise InputError(f"expected values of at least {last} tokens, of the whole text, got {whole.shape[1]}")
         return whole[:, self.offset : last]
 
     def value(self, site: str, step: Step) -> Tensor:
@@ -129,6 +132,9 @@ class Forward:
             choice = torch.as_tensor(choice)
             choice = choice if choice.dtype == torch.bool else choice.tolist()  # positions, else
         if isinstance(choice, Tensor):
+            beyond = self.offset + length - choice.shape[-1]
+            if self.prompt is not None and choice.ndim == 2 and beyond > 0:
+                choice = F.pad(choice, (0, beyond))  # a mask of the prompt chooses nothing after it
             choice = self.here(choice)
             if choice.shape != self.tokens.shape or choice.dtype != torch.bool:
                 raise InputError(

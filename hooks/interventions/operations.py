@@ -94,7 +94,8 @@ def replace(site: str, value: float | Tensor | SiteValues, **where: Unpack[Where
             theirs = run.at(at.site, step)
             return theirs if "key" in SITES[site].axes else at.forward.here(theirs)
 
-        return _where(tokens_at(run, step), found, old, at)
+        there = tokens_at(run, step)
+        return _where(None if there is None else at.forward.here(there), found, old, at)
 
     return Intervention("replace", place, other, values=run)
 
@@ -138,7 +139,8 @@ def means_by_expert(outputs: Tensor, experts: Tensor, number: int) -> Tensor:
     """[number, hidden] mean of outputs [token, k, hidden] over the tokens that use each of experts [token, k]; 0 for one
     that nobody uses."""
     ids = experts.flatten()
-    totals = outputs.new_zeros(number, outputs.shape[-1]).index_add(0, ids, outputs.flatten(0, 1))
+    totals = torch.zeros(number, outputs.shape[-1], dtype=torch.float64, device=outputs.device)
+    totals.index_add_(0, ids, outputs.flatten(0, 1).double())
     return totals / torch.bincount(ids, minlength=number).clamp(min=1).unsqueeze(1)
 
 

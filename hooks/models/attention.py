@@ -41,6 +41,8 @@ class KVCache:
 
     def __init__(self, steps: int) -> None:
         self.slots = [KVSlot() for _ in range(steps)]
+        self.broken = False
+        """Whether a forward ended in an error, which leaves some steps with its tokens and others without."""
 
     @property
     def length(self) -> int:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 
+from visitlens.hooks.instrumented import check_unbroken
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -305,9 +306,14 @@ class LoopedMoE(HookedRootModule):
         positions = segments.positions().to(tokens.device)
         if cache is not None:
             positions = positions + cache.length
+            check_unbroken(cache)
+            cache.broken = True
         x = self.hook_embed(self.embed.W_E[tokens]).flatten(0, 1)
         every = range(len(self.plan))
-        return self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, routed))
+        normalized = self.ln_final(self._run(x, every, segments, self._rotary(positions), contexts, cache, routed))
+        if cache is not None:
+            cache.broken = False
+        return normalized
 
     def _run(
         self,

@@ -144,8 +144,8 @@ class NNsightModel(FamiliarCalls, DocumentModel):
     def changing(self, places: Collection[tuple[str, Step]], change: Change) -> Iterator[None]:
         if self.remote:
             raise InputError(
-                "interventions are functions of this process, and nnsight's remote=True runs the trace in another: change values there "
-                "in nnsight's own trace, `for _ in tracer.iter[visit - 1]: module.output = ...`, or trace locally"
+                f"interventions are functions of this process, and nnsight's remote={self.remote!r} runs the trace as in another: change values "
+                "there in nnsight's own trace, `for _ in tracer.iter[visit - 1]: module.output = ...`, or open the model without remote"
             )
         before, self._changes = self._changes, (*self._changes, (frozenset(places), change))
         try:

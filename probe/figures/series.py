@@ -75,9 +75,10 @@ def with_interval(entry: Mapping[str, Any]) -> str:
 
 
 def aligned(value: float, low: float, high: float) -> tuple[str, str, str]:
-    """A value and its interval with the same decimals: three, or as many as give the interval's width two digits, at most six."""
+    """A value and its interval with the same decimals: three, or as many as give the interval's width two digits, at most six.
+    A width below the sixth decimal is none: roundings differ by as much."""
     width = high - low
-    decimals = min(max(1 - math.floor(math.log10(width)), 3), 6) if width > 0 else 3
+    decimals = min(max(1 - math.floor(math.log10(width)), 3), 6) if width >= 1e-6 else 3
     first, second, third = (
         f"{round(number, decimals) + 0.0:.{decimals}f}".replace("-", "−") for number in (value, low, high)
     )

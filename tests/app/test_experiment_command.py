@@ -47,7 +47,7 @@ def test_prompts_and_a_file(run: Run, tmp_path) -> None:
         (["mechanism"], "no experiment 'mechanism'"),
         (["readout", "--set", "loops=3"], "has no option loops"),
         (["convergence", "--set", "loops"], "--set name=value"),
-        (["convergence", "--max-tokens", "300", "--set", "loops=0"], "at least one"),
+        (["convergence", "--max-tokens", "300", "--set", "loops=0"], "at least 1 visit"),
         (["mechanism_ledger", "--max-tokens", "300", "--set", "visits=1,3"], "visits 1 <= a < b <= 2"),
         (["patching", "--max-tokens", "300"], "--dyck"),
         (["readout", "--dyck", "-1"], "1 or more"),

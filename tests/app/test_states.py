@@ -12,7 +12,7 @@ import pytest
 
 from visitlens.app import layout
 from visitlens.app.context import Context
-from visitlens.app.registry import Registry
+from visitlens.app.registry import Registry, without_folder
 
 
 @pytest.mark.parametrize(
@@ -163,3 +163,9 @@ def test_a_stale_link_warns_and_falls_back(visit) -> None:
         assert any(part in notice for notice in notices), (part, notices)
     assert visit.value("head") == "3"  # what is right stays
     assert visit.page.locator("#panel-map").count() == 1
+
+
+def test_a_message_loses_the_folder_alone() -> None:
+    said = "run.vlens/summary.h5: see docs/recording.md"
+    assert without_folder(said, Path("run.vlens")) == said
+    assert without_folder(f"/data/mine/{said}", Path("/data/mine/run.vlens")) == said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -46,7 +47,8 @@ def left(store: ObjectStore) -> Iterator[Callable[..., dict[str, Any]]]:
         assert process.stdout is not None
         said = {"owner": "left", "beat": 3, "host": "here", "scattered": False, **json.loads(process.stdout.readline())}
         if killed:
-            process.kill()  # and not waited for: a zombie is as dead
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie from here on, which is as dead
         store.put(LEASE, json.dumps({**said, **changes}).encode())
         return said
 

@@ -50,6 +50,15 @@ def test_a_run_is_continued_under_its_interventions(model: Model, run: Run) -> N
     first = run.generate(4).with_(vl.do.zero("attn_write", layer=3, visit=2, token=vl.do.generated(0)))
     assert float(first.site("attn_write", 3, 2)[len(run.tokens)].abs().max()) == 0
     assert float(first.site("attn_write", 3, 2)[len(run.tokens) - 1].abs().max()) > 0
+    awaited = run.with_(vl.do.zero("attn_write", layer=3, visit=2, token=vl.do.generated(0)))  # nothing written yet
+    assert torch.equal(awaited.generate(4).site("attn_write", 3, 2), first.site("attn_write", 3, 2))
+    assert len(awaited.generate(1).tokens) == len(run.tokens) + 1  # the last token is written, not run
+    further = awaited.generate(4).generate(2)
+    assert (
+        further.prompt_length == len(run.tokens)
+        and float(further.site("attn_write", 3, 2)[len(run.tokens)].abs().max()) == 0
+    )
+    assert float(further.site("attn_write", 3, 2)[len(run.tokens) + 4].abs().max()) > 0
     with pytest.raises(InputError, match="every token of this run was given"):
         _ = run.generated
     with pytest.raises(InputError, match="texts of different lengths can't be continued side by side"):

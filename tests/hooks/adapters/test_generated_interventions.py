@@ -168,3 +168,53 @@ def test_a_cache_doesnt_outlive_what_changed_its_keys(adapted: Callable[..., Any
         model(PROMPT, cache=cache)
     with pytest.raises(InputError, match="changed inside an `intervene` that has ended: begin with a new cache"):
         model(PROMPT[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("model", ["native", "dory"], indirect=True)
+def test_a_cache_that_an_error_left_half_filled_is_refused(model: Any) -> None:
+    cache = model.new_cache()
+    model(PROMPT, cache=cache)
+    with (
+        pytest.raises(InputError, match="expected a value that fits"),
+        vl.intervene(model, do.replace("attn_write", torch.zeros(7), layer=1)),
+    ):
+        model(PROMPT[:, :1], cache=cache)
+    with pytest.raises(InputError, match="ended in an error and left it half filled: begin with a new cache"):
+        model(PROMPT[:, :1], cache=cache)
+    model(PROMPT, cache=model.new_cache())
+
+
+@pytest.mark.parametrize("model", ["native", "dory"], indirect=True)
+def test_a_mask_of_the_prompt_chooses_nothing_after_it(model: Any) -> None:
+    one = PROMPT[:, :1]
+    by_mask, by_number = (
+        do.replace("resid", 3.0, layer=2, token=token) for token in (torch.ones(2, 1, dtype=torch.bool), 0)
+    )
+    with vl.intervene(model, by_number):
+        expected = generate(model, one, 4)
+    with vl.intervene(model, by_mask):
+        assert torch.equal(generate(model, one, 4), expected)
+    with capture(model, ["resid"]) as captured:
+        model(one)
+    with (
+        vl.intervene(model, do.replace("resid", captured, layer=2)),
+        pytest.raises(InputError, match="expected values of at least 2 tokens, of the whole text, got 1"),
+    ):
+        generate(model, one, 4)
+
+
+@pytest.mark.parametrize("model", ["native", "dory"], indirect=True)
+def test_nested_swaps_each_keep_their_run_without_interventions(model: Any) -> None:
+    with vl.intervene(model, do.swap("V")), vl.intervene(model, do.swap("K")):
+        tokens = generate(model, PROMPT, 3)
+        with torch.no_grad():
+            whole = model(tokens)[:, PROMPT.shape[1] - 1 : -1]
+    assert torch.equal(whole.argmax(-1), tokens[:, PROMPT.shape[1] :])
+
+
+def test_a_cached_forward_gives_what_is_asked_for(adapted: Callable[..., Any]) -> None:
+    model = adapted("dory")
+    loss = model(PROMPT, cache=model.new_cache(), return_type="loss")
+    torch.testing.assert_close(loss, model(PROMPT, return_type="loss"), **NEAR)
+    with pytest.raises(InputError, match="expected return_type 'logits', 'loss' or 'none', got 'nonsense'"):
+        model(PROMPT, cache=model.new_cache(), return_type="nonsense")

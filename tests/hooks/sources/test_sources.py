@@ -273,7 +273,7 @@ def test_interventions_through_nnsight_say_what_cannot_be(
             source(TOKENS)
         monkeypatch.undo()
     remote = vl.from_nnsight(remotable, remote=True)
-    message = r"remote=True runs the trace in another: .*tracer\.iter\[visit - 1\]"
+    message = r"remote=True runs the trace as in another: .*tracer\.iter\[visit - 1\]"
     with pytest.raises(InputError, match=message), vl.intervene(remote, vl.do.zero("X")):
         pass
 
