@@ -13,7 +13,9 @@ import visitlens as vl
 from visitlens.app.registry import Registry
 from visitlens.hooks.lease import LEASE
 from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.pull import pull
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.schema import check_run
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import RecordingError
 from visitlens.probe.figures.pair import Pair
@@ -157,3 +159,26 @@ def test_the_dashboard_takes_an_address(stored: str, local: Path) -> None:
     assert (one.id, two.id) == (one.name.lower().strip("-._"), "r") and registry[one.id].run is one.run
     with pytest.raises(RecordingError, match="no recording there"):
         Registry(["memory://bucket/nowhere.vlens"])
+
+
+def test_what_is_larger_than_a_reader_takes_is_not_fetched(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("visitlens.hooks.fetched.MAX_UNPACKED", 100)
+    for way in (lambda: pull(stored, tmp_path / "copy.vlens"), lambda: validate(stored)):
+        with pytest.raises(RecordingError, match=r"summary\.h5: [\d,]+ bytes; expected at most 100"):
+            way()
+    assert not (tmp_path / "copy.vlens").exists()
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [{"left_out": ["x"]}, {"regrouped": {"sha": [0]}, "groups": None}, {"config": {"model": {"notes": 5}}}],
+    ids=str,
+)
+def test_a_strange_description_of_a_run_is_refused(strange: dict, local: Path) -> None:
+    run = Recording(local).run
+    model = {**run["config"]["model"], **strange.get("config", {}).get("model", {})}
+    run = {**run, **strange, "config": {**run["config"], "model": model}}
+    with pytest.raises(RecordingError, match="a field of the wrong type or value"):
+        check_run({name: value for name, value in run.items() if value is not None}, "manifest.json")
