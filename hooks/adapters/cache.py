@@ -17,7 +17,7 @@ class Cache:
     """`length` tokens so far; `passed` are the arguments that hand the model's own cache on."""
 
     length: int = 0
-    broken: bool = False
+    broken: bool = field(default=False, repr=False)
     """Whether a forward ended in an error, which leaves some layers with its tokens and others without."""
     passed: dict[str, Any] = field(default_factory=dict, repr=False)
     changed: dict[tuple[StepEditor, str, int], Tensor] = field(default_factory=dict, repr=False)
