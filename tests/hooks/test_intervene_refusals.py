@@ -115,7 +115,7 @@ def test_a_loop_count_of_an_unlooped_model_or_below_one_is_refused(make_model, l
 
 
 def test_a_model_without_hook_points_is_refused() -> None:
-    with pytest.raises(InputError, match="adapted model, got SimpleNamespace"), intervene(SimpleNamespace(), zero("V")):  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="adapted model, got SimpleNamespace"), intervene(SimpleNamespace(), zero("V")):  # type: ignore[arg-type]  # no model
         pass
 
 
