@@ -25,10 +25,10 @@ WATCH_MS = 4000
 
 @dataclass(frozen=True)
 class Rendered:
-    """A page: `title` of the document, `bar` above it, `content`; `version` changes when its files do."""
+    """A page: `title` of the document, `links` to all pages, `bar` above it, `content`; `version` changes when its files do."""
 
     title: str
-    navigation: list[Any]
+    links: list[dict[str, Any]]
     bar: list[Any]
     content: list[Any]
     palette: list[dict[str, str]]
@@ -42,8 +42,9 @@ def frame(context: Context) -> html.Div:
         id="app",
         children=[
             html.A("Skip to the content", href="#main", className="skip"),
-            dcc.Location(id="url", refresh="callback-nav"),
+            dcc.Store(id="moves"),
             dcc.Store(id="request"),
+            dcc.Store(id="page-links"),
             dcc.Store(id="palette-entries"),
             dcc.Store(id="seen", data={"version": "", "growing": False}),
             dcc.Store(id="title"),
@@ -55,9 +56,7 @@ def frame(context: Context) -> html.Div:
                         href=context.prefix,
                         className="brand",
                     ),
-                    html.Nav(
-                        navigation(View(context, "", Selection())), id="navigation", **attrs({"aria-label": "Pages"})
-                    ),
+                    html.Nav(_navigation(context), id="navigation", **attrs({"aria-label": "Pages"})),
                     html.Div(
                         [
                             html.Button(
@@ -122,7 +121,7 @@ def render(context: Context, href: str, theme: str = "light") -> Rendered:
     title = " · ".join(filter(None, [page.TITLE if page else "Not found", name, "visitlens"]))
     return Rendered(
         title=title,
-        navigation=navigation(view),
+        links=page_links(view),
         bar=above,
         content=[*notices, *content],
         palette=palette(view),
@@ -151,15 +150,24 @@ def version(view: View) -> str:
     return f"{view.entry.version if view.entry else ''}|{len(entries)}"
 
 
-def navigation(view: View) -> list[Any]:
-    """Links to all pages, in groups; they keep the selection. What has nothing to show for this recording is pale and says why."""
+def page_links(view: View) -> list[dict[str, Any]]:
+    """Links to all pages, which keep the selection. What has nothing to show for this recording is pale and says why."""
     kept = replace(view.selection, extra={}).change(metric=None, agg=None, segment=None)
+    return [
+        {
+            "href": view.context.href(page.PATH, kept),
+            "current": view.path == page.PATH,
+            "pale": describe_needs(view, page.NEEDS) if view.run is not None else "",
+        }
+        for page in pages()
+    ]
+
+
+def _navigation(context: Context) -> list[Any]:
+    """In groups. It stays while pages change, so that no click falls between two drawings; `page_links` says where it leads."""
     groups: dict[int, list[Any]] = {}
     for page in pages():
-        options: Any = {"aria-current": "page"} if view.path == page.PATH else {}
-        if view.run is not None and (reason := describe_needs(view, page.NEEDS)):
-            options |= {"className": "pale", "title": reason}
-        link = html.A(page.TITLE, href=view.context.href(page.PATH, kept), **options)
+        link = _link(page.TITLE, context.href(page.PATH, Selection()))
         groups.setdefault(page.ORDER // 10, []).append(html.Li(link))
     return [html.Ul(links) for _, links in sorted(groups.items())]
 

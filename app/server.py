@@ -233,7 +233,7 @@ def _callbacks(app: Dash, context: Context) -> None:
     app.clientside_callback(
         ClientsideFunction("visitlens", "request"),
         Output("request", "data"),
-        Input("url", "href"),
+        Input("moves", "data"),
         Input("theme", "n_clicks"),
         Input("seen", "data"),
     )
@@ -243,10 +243,11 @@ def _callbacks(app: Dash, context: Context) -> None:
         Input("main", "children"),
         State("title", "data"),
         State("palette-entries", "data"),
+        State("page-links", "data"),
     )
 
     @app.callback(
-        Output("navigation", "children"),
+        Output("page-links", "data"),
         Output("bar", "children"),
         Output("main", "children"),
         Output("palette-entries", "data"),
@@ -258,7 +259,7 @@ def _callbacks(app: Dash, context: Context) -> None:
     )
     def _page(asked: dict[str, str]) -> tuple[Any, ...]:
         page = layout.render(context, str(asked.get("href", "")), str(asked.get("theme", "light")))
-        return page.navigation, page.bar, page.content, page.palette, page.title, not page.growing, page.version
+        return page.links, page.bar, page.content, page.palette, page.title, not page.growing, page.version
 
     @app.callback(
         Output("seen", "data"),

@@ -16,9 +16,15 @@
   vl.go = function (href) {
     const url = new URL(href, window.location.href);
     if (url.href === window.location.href) return;
-    document.body.dataset.busy = "1";
     window.history.pushState(null, "", url.href);
-    window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+    vl.moved();
+  };
+
+  // After the URL changed: the page follows. `request` reads the URL of its moment, so a late call asks for nothing old.
+  let moves = 0;
+  vl.moved = function () {
+    document.body.dataset.busy = "1";
+    window.dash_clientside.set_props("moves", { data: ++moves });
   };
 
   // The current URL with some parameters changed; null takes one away. A page's own parameters stay on it.
@@ -57,19 +63,20 @@
   const paint = () => { document.documentElement.dataset.theme = theme(); };
   paint();
 
-  let clicks = 0, last = "";
+  let clicks = 0, last = "", asked = "";
   window.dash_clientside = Object.assign({}, window.dash_clientside, {
     visitlens: {
-      request: function (href, n, seen) {
+      request: function (moves, n, seen) {
         if (n && n > clicks) { clicks = n; vl.set("theme", theme() === "dark" ? "light" : "dark"); }
         paint();
-        if (!href) return window.dash_clientside.no_update;
         document.body.dataset.busy = "1";
-        return { href: href.split("#")[0], theme: theme(), seen: (seen && seen.version) || "" };
+        asked = window.location.href.split("#")[0];
+        return { href: asked, theme: theme(), seen: (seen && seen.version) || "" };
       },
-      shown: function (children, title, entries) {
+      shown: function (children, title, entries, links) {
         if (!children) return "";
         vl.entries = entries || [];
+        navigate(links || []);
         if (title) document.title = title;
         window.requestAnimationFrame(() => settle(title));
         return String(Date.now());
@@ -90,6 +97,14 @@
     const node = api.getRowNode(cell.rowId);
     return node && node.data;
   };
+
+  function navigate(links) {
+    const all = document.querySelectorAll("#navigation a");
+    links.forEach(({ href, current, pale }, i) => {
+      Object.assign(all[i], { href, className: pale ? "pale" : "", title: pale });
+      if (current) all[i].setAttribute("aria-current", "page"); else all[i].removeAttribute("aria-current");
+    });
+  }
 
   function settle(title) {
     for (const select of document.querySelectorAll("select[data-value]")) {
@@ -112,7 +127,7 @@
   }
 
   window.addEventListener("popstate", () => {
-    document.body.dataset.busy = "1";
+    if (window.location.href.split("#")[0] !== asked) vl.moved();
     document.getElementById("palette").close();
   });
 

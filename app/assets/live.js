@@ -13,7 +13,7 @@
           vl.go(vl.here(changes, "/live"));
         } else if (kept.get() && !new URL(window.location.href).searchParams.has("job")) {
           window.history.replaceState(null, "", vl.here({ job: kept.get() }));
-          window.dispatchEvent(new CustomEvent("_dashprivate_pushstate"));
+          vl.moved();
         }
         return window.dash_clientside.no_update;
       },

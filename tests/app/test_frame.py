@@ -333,7 +333,7 @@ def test_a_spreadsheet_runs_no_cell(context: Context) -> None:
 def test_links_keep_the_prefix(context: Context) -> None:
     behind = Context(context.registry, None, "/p/q/")
     page = layout.render(behind, "http://x/p/q/heads?run=looped&layer=1")
-    text = json.dumps([page.navigation, page.bar, page.content], cls=plotly.utils.PlotlyJSONEncoder)
+    text = json.dumps([page.links, page.bar, page.content], cls=plotly.utils.PlotlyJSONEncoder)
     hrefs = [part.split('"')[0] for part in text.split('"href": "')[1:]]
     assert len(hrefs) > 20 and all(urlsplit(href).path.startswith("/p/q/") for href in hrefs)
 

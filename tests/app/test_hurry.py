@@ -26,6 +26,22 @@ def test_the_last_of_many_clicks_wins_and_back_still_knows_the_way(visit) -> Non
     assert visit.value("metric") == visit.query["metric"] == "relative_update"
 
 
+def test_a_press_on_a_link_that_the_page_s_arrival_interrupts_still_counts(visit) -> None:
+    visit.open("?run=looped")
+    where = visit.page.locator("nav[aria-label=Pages] >> text=Routing").bounding_box()
+    visit.page.mouse.move(where["x"] + 5, where["y"] + 5)
+    visit.page.evaluate("window.visitlens.go(window.visitlens.here({}, '/layers'))")
+    visit.page.mouse.down()
+    visit.settled()
+    assert visit.path == "layers" and visit.page.get_attribute("nav [aria-current]", "href").endswith(
+        "layers?run=looped"
+    )
+    visit.page.mouse.up()
+    visit.page.wait_for_url("**/routing?**")
+    visit.settled()
+    assert visit.page.inner_text("h1") == "Routing"
+
+
 def test_a_maximised_panel_and_the_palette_do_not_outlive_their_page(visit) -> None:
     visit.open("layers?run=looped")
     visit.charted("by-layer")

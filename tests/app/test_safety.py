@@ -132,7 +132,7 @@ def test_a_prefix_works_whether_the_proxy_strips_it_or_not(folder: Path) -> None
 def _render(client: FlaskClient, href: str) -> str:
     """What the page callback answers."""
     outputs = [
-        "navigation.children",
+        "page-links.data",
         "bar.children",
         "main.children",
         "palette-entries.data",
