@@ -64,10 +64,14 @@ def load_transformers(
         import transformers
     except ImportError as error:
         raise UnavailableError(f"{source} is a model of transformers: pip install 'visitlens[sources]'") from error
+    from visitlens.hooks.adapters.older_code import mend
+
     folder = resolve(source)
     transformers.utils.logging.disable_progress_bar()
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
+        if trust_remote_code:
+            mend(folder, {"local_files_only": True})
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         masked = type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
             getattr(config, "auto_map", None) or {}
