@@ -88,8 +88,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         before, self.part, self.cache = self.cache, Part(index, *tokens.shape, first=True, whole=True), cache
         cache.broken = True
         try:
-            options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
             with self._looping(), self.family.running(self.model):
+                options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
                 result = self.model(tokens.long(), **options, **cache.passed)
         finally:
             self.part, self.cache = None, before
