@@ -74,6 +74,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         if cache is None:
             return super().forward(tokens, segments, return_type=return_type)
         check_return_type(return_type)
+        if why := self.config.missing.get("cached generation"):
+            raise InputError(f"{self.config.family} can't generate token by token: {why}")
         if segments is not None:
             raise InputError("a KV cache holds one document per context: pass no segment ids with it")
         self._check(tokens, None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
-from inspect import signature
+from inspect import get_annotations, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +82,7 @@ def output_cache(module: ModuleType) -> None:
     if not hasattr(ModelOutput, "past_key_values"):
         return  # of a release before the change
     for cls in _classes(module, ModelOutput):
-        if "past_key_values" not in (fields := cls.__dict__.get("__annotations__", {})):
+        if "past_key_values" not in (fields := get_annotations(cls)):
             continue
         cls.__annotations__ = {"cache" if name == "past_key_values" else name: kind for name, kind in fields.items()}
         cls.cache = cls.past_key_values

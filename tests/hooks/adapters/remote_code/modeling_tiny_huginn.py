@@ -7,7 +7,7 @@ it, are those of the published code: without `older_code` this file doesn't load
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class TinyHuginnConfig(PreTrainedConfig):
 
 class TinyHuginn(PreTrainedModel, GenerationMixin):
     config_class = TinyHuginnConfig
-    _tied_weights_keys = ["lm_head.weight"]
+    _tied_weights_keys: ClassVar = ["lm_head.weight"]
 
     def __init__(self, config: TinyHuginnConfig | None = None) -> None:
         super().__init__(config or TinyHuginnConfig())

@@ -6,7 +6,7 @@ it, are those of the published code: without `older_code` this file doesn't load
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,7 @@ class OuroBody(TinyOuroBase):
 
 
 class TinyOuro(TinyOuroBase, GenerationMixin):
-    _tied_weights_keys = ["lm_head.weight"]
+    _tied_weights_keys: ClassVar = ["lm_head.weight"]
 
     def __init__(self, config: TinyOuroConfig | None = None) -> None:
         super().__init__(config or TinyOuroConfig())
