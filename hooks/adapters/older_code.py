@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
@@ -25,7 +25,7 @@ Mend = Callable[[ModuleType], None]
 _AUTO_CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForMaskedLM")
 
 
-def mend(folder: Path, options: Mapping[str, Any]) -> None:
+def mend(folder: Path, **options: Any) -> None:
     """Loads the modules that a checkpoint folder's `auto_map` names, and gives them what their family's code needs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -77,7 +77,7 @@ def token_ids(module: ModuleType) -> None:
 
 def output_cache(module: ModuleType) -> None:
     """A model's output kept its cache as `past_key_values`: now the field is `cache`, which answers to either name."""
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 
     if not hasattr(ModelOutput, "past_key_values"):
         return  # of a release before the change

@@ -30,7 +30,8 @@ class Ouro(Family):
     def looping(self, model: Any, visits: int) -> Iterator[None]:
         """Its code makes as many passes as the body says, and a cache for as many as the configuration says."""
         with ExitStack() as undo:
-            for holder in (self.body(model), model.config):
+            holders: tuple[Any, Any] = self.body(model), model.config
+            for holder in holders:
                 undo.callback(setattr, holder, "total_ut_steps", holder.total_ut_steps)
                 holder.total_ut_steps = visits
             yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.hooks.adapters.remote_code.mended import modeling_tiny_huginn, modeling_tiny_ouro
 from transformers import modeling_rope_utils
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 import visitlens as vl
 from visitlens.hooks.adapters.adapt import adapt
