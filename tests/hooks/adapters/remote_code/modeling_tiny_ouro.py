@@ -4,8 +4,6 @@ The order of layers, the norms, the names that the adapter relies on and what it
 it, are those of the published code: without `older_code` this file doesn't load.
 """
 
-# What older releases took, on purpose:
-# pyright: reportAssignmentType=false, reportIncompatibleVariableOverride=false, reportCallIssue=false
 from __future__ import annotations
 
 from typing import Any, ClassVar
