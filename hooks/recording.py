@@ -297,6 +297,17 @@ class Recording:
         """What `read` takes from each shard, in order of tokens."""
         return [self._files.use(self, shard, read) for shard in self.shards]
 
+    def bring(self) -> Path:
+        """Its folder, with all of its shards in it: of a recording at a URL they are fetched now.
+
+        Raises:
+            RecordingError: one is missing in the store, or isn't what the manifest says.
+            StorageError: what the store says, or no room.
+        """
+        for shard in self.shards if self.fetched else ():
+            self.fetched.fetch(shard)
+        return self.path
+
     def _needs(self, what: str) -> None:
         if self.level == "summary":
             raise RecordingError(
