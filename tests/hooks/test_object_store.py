@@ -7,17 +7,13 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.lease import LEASE, Lease
-from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import ObjectStore, is_url
 from visitlens.hooks.pull import pull
-from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
@@ -27,36 +23,6 @@ MEASURES = ("resid_rms", "sink_mass")
 
 class Crash(Exception):
     pass
-
-
-@pytest.fixture
-def put(
-    url: str, make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens], make_collector, tmp_path
-) -> Callable[..., None]:
-    """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
-    model, text, scratches = make_model(2), make_text(seed=6), iter(range(100))
-
-    def run(
-        on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any
-    ) -> None:
-        collector = make_collector(model, text, MEASURES)
-        chosen = RecordingOptions(level="tokens", **{"shard_tokens": 60, **options})
-        scratch = tmp_path / f"scratch{next(scratches)}"
-        provenance = {"weights_sha256": "0" * 64}
-        record(
-            model,
-            text,
-            scratch,
-            collector,
-            chosen,
-            provenance=provenance,
-            on_progress=on_progress,
-            url=url,
-            attention_implementation="torch",
-        )
-        assert not list(scratch.glob("shards/*"))
-
-    return run
 
 
 @pytest.fixture(scope="module")
