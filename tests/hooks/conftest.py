@@ -15,6 +15,16 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 
 
+@pytest.fixture(scope="module")
+def text(make_text: Callable[..., PackedTokens]) -> PackedTokens:
+    return make_text(seed=6)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., LoopedMoE]) -> LoopedMoE:
+    return make_model(2)
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     server = pytest.importorskip("moto.server", reason="S3 itself: pip install s3fs 'moto[server]'")
@@ -44,11 +54,9 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.fixture
-def put(
-    url: str, make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens], make_collector, tmp_path
-) -> Callable[..., None]:
+def put(url: str, model: LoopedMoE, text: PackedTokens, make_collector, tmp_path) -> Callable[..., None]:
     """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
-    model, text, scratches = make_model(2), make_text(seed=6), iter(range(100))
+    scratches = iter(range(100))
 
     def run(
         on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any

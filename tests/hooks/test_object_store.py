@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.hooks.crashes.wholeness import Crash, crash_after
 
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore, is_url
@@ -21,14 +21,10 @@ from visitlens.kernels.errors import InputError, RecordingError, StorageError, U
 MEASURES = ("resid_rms", "sink_mass")
 
 
-class Crash(Exception):
-    pass
-
-
 @pytest.fixture(scope="module")
-def local(make_model, make_text, make_recording, tmp_path_factory) -> Recording:
+def local(model, text, make_recording, tmp_path_factory) -> Recording:
     path = tmp_path_factory.mktemp("local") / "r.vlens"
-    return make_recording(make_model(2), make_text(seed=6), path, measures=MEASURES, shard_tokens=60).recording
+    return make_recording(model, text, path, measures=MEASURES, shard_tokens=60).recording
 
 
 def assert_same(url: str, local: Recording, out: Path) -> None:
@@ -40,17 +36,6 @@ def assert_same(url: str, local: Recording, out: Path) -> None:
         np.testing.assert_allclose(rec.totals[name].total, totals.total, rtol=1e-12)
         np.testing.assert_array_equal(rec.totals[name].count, totals.count)
     np.testing.assert_array_equal(rec.document_hashes, local.document_hashes)
-
-
-def crash_after(contexts: int) -> Callable[[int, int], None]:
-    calls: list[int] = []
-
-    def on_progress(done: int, total: int) -> None:
-        calls.append(done)
-        if len(calls) == contexts:
-            raise Crash
-
-    return on_progress
 
 
 def test_what_is_recorded_there_is_what_a_folder_has(put, url: str, local: Recording, tmp_path: Path) -> None:
