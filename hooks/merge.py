@@ -8,6 +8,7 @@ import json
 import shutil
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np
 
 
-def merge(places: list[str | Path] | list[Path], out: Path, *, allow_duplicates: bool = False) -> Path:
+def merge(places: Sequence[str | Path], out: Path, *, allow_duplicates: bool = False) -> Path:
     """Writes the recordings at these places (folders or URLs), in this order, as one at `out`.
 
     Parts of one run (copied from several machines) keep their tokens' places and may share shards. Runs over different

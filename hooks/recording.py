@@ -298,14 +298,10 @@ class Recording:
         return [self._files.use(self, shard, read) for shard in self.shards]
 
     def bring(self) -> Path:
-        """Its folder, with all of its shards in it: of a recording at a URL they are fetched now.
-
-        Raises:
-            RecordingError: one is missing in the store, or isn't what the manifest says.
-            StorageError: what the store says, or no room.
-        """
-        for shard in self.shards if self.fetched else ():
-            self.fetched.fetch(shard)
+        """Its folder, all of its shards in it: of a recording at a URL they are fetched now; raises what `Fetched.fetch` raises."""
+        for shard in self.shards:
+            if self.fetched is not None:
+                self.fetched.fetch(shard)
         return self.path
 
     def _needs(self, what: str) -> None:

@@ -39,7 +39,7 @@ NO_TOKENS = {
 
 
 WHY_NOT = {
-    "steps": ": its configuration says how often it loops",
+    "steps": ": it runs its layers as often as its configuration says",
     "state_seed": ": its loop starts from no random state",
 }
 """Option -> why most models don't take it."""

@@ -112,7 +112,9 @@ def test_the_command_records_a_transformers_checkpoint(
     assert code == 0 and "3 layers" in text and "unlooped" in text
     code, _, err = run("record", *arguments[:3], tmp_path / "n.vlens", "--steps", 4)
     assert (
-        code == 1 and "mixtral takes no option 'steps': its configuration says how often it loops; it takes none" in err
+        code == 1
+        and "mixtral takes no option 'steps': it runs its layers as often as its configuration says; it takes none"
+        in err
     )
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')

@@ -73,7 +73,7 @@ def test_the_random_state_is_of_its_seed_and_ablate_reads_a_model_as_recorded(
     checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
 ) -> None:
     folder, out, trust = checkpoint("huginn_raven")[0], tmp_path / "run.vlens", "--trust-remote-code"
-    here = ("--out", out, "--context", 40, trust, "--steps", 2)
+    here = ("--out", out, "--context", 40, trust, "--no-checks", "--steps", 2)
     code, _, err = run("record", folder, words, *here, "--state-seed", 3, "--max-tokens", 80)
     assert code == 0, err
     rec = vl.open(out)
