@@ -46,7 +46,7 @@ def main() -> None:
         with log_shown():
             app(standalone_mode=True)
     except VisitlensError as error:
-        _fail(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
+        _fail(str(error))
     except OSError as error:  # of a path that no command expected
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ModuleNotFoundError as error:

@@ -136,7 +136,7 @@ def view_of(
             selection, unfit = fit(selection, entry.run)
             warnings += unfit
         except VisitlensError as error:
-            entry = replace(entry, run=None, error=str(error))
+            entry = replace(entry, run=None, error=without_folder(str(error), entry.place))
     return View(context, path, selection, DARK if theme == "dark" else LIGHT, entry, tuple(warnings))
 
 

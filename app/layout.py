@@ -16,7 +16,7 @@ from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
 from visitlens.app.state import Selection, abbreviated, named
-from visitlens.kernels.errors import VisitlensError
+from visitlens.kernels.errors import StorageError, VisitlensError
 from visitlens.probe.cross_visit import largest_change
 
 WATCH_MS = 4000
@@ -226,7 +226,8 @@ def _content(page: ModuleType, view: View) -> list[Any]:
     try:
         items = page_items(page, view)
     except VisitlensError as error:
-        return [state(f"{page.TITLE}: not for this recording", [said(error, view)], "partial")]
+        why = "not for this recording" if not isinstance(error, StorageError) else "can't be read now"
+        return [state(f"{page.TITLE}: {why}", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
     return [html.Div(without_holes(cards), className="panels")]
 

@@ -7,6 +7,10 @@ from typing import Annotated, Any
 import typer
 
 Steps = Annotated[int | None, typer.Option(help="Loops, of a model that counts them at run time.")]
+StateSeed = Annotated[
+    int | None,
+    typer.Option(min=0, help="Seed of the random state that a model's loop starts from (Huginn); 0 by default."),
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")]
 FamilyName = Annotated[
     str, typer.Option("--family", help="Read the model by this family's adapter, whatever its configuration says.")
@@ -16,8 +20,10 @@ TieCopies = Annotated[
 ]
 
 
-def model_options(steps: int | None, trust_remote_code: bool, family: str, tie_copies: bool) -> dict[str, Any]:
+def model_options(
+    steps: int | None, state_seed: int | None, trust_remote_code: bool, family: str, tie_copies: bool
+) -> dict[str, Any]:
     """What `load_model` takes beside the checkpoint; nothing that wasn't asked for."""
-    given = {"trust_remote_code": trust_remote_code, "family": family, "tie_copies": tie_copies}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value}
-    return options if steps is None else {**options, "steps": steps}
+    said = {"trust_remote_code": trust_remote_code, "family": family, "tie_copies": tie_copies}
+    numbers = {"steps": steps, "state_seed": state_seed}  # of which 0 is one
+    return {n: v for n, v in said.items() if v} | {n: v for n, v in numbers.items() if v is not None}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import RLock
 
-from visitlens.hooks.fetched import cache_folder
+from visitlens.hooks.fetch_cache import fetched_folder
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.schema import MANIFEST, SUMMARY
 from visitlens.kernels.errors import InputError, RecordingError
@@ -209,6 +209,6 @@ def _opened(id_: str, place: Place, version: str) -> Entry:
 
 def without_folder(message: str, place: Place) -> str:
     """A message about a recording without the folder it lies in: who looks may be on another machine."""
-    fetched = re.escape(str(cache_folder() / "fetched"))
+    fetched = re.escape(str(fetched_folder()))
     folder = str(place).rpartition("/")[0]
     return re.sub(rf"{fetched}/\w+/\w+/", "", message.replace(f"{folder}/", "") if folder else message)

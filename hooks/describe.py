@@ -100,7 +100,9 @@ in it is not caught by these checks.
 | `visitlens info PATH` | what is inside, with sizes and warnings | 0, 1 (also where shards are missing or cut) |
 | `visitlens export PATH WHAT -o FILE` | a statistic, per-token values, tokens, experts or activations as `.parquet`, `.csv`, `.npz`, `.safetensors` | 0, 1 |
 | `visitlens record ... --workers N [--engine ray]` | shards side by side | 0, 1, 130 after Ctrl-C |
-`PATH` of `validate`, `info`, `export`, `compare`, `figures`, `app` and `vl.open` may be the URL of a recording in an object store (docs/scale.md).
+| `visitlens fetched [ADDRESS ...] [--older-than DAYS] [--clear]` | copies of what was read at a URL: listed, or deleted where nobody reads them | 0, 1 |
+
+`PATH` of `validate`, `info`, `export`, `compare`, `figures`, `pack`, `merge`, `app` and `vl.open` may be the URL of a recording in an object store (docs/scale.md).
 """
 
 _SYMBOLS = {

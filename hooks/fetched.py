@@ -1,7 +1,7 @@
 """A recording in an object store, read: manifest and summary are fetched when it is opened, a shard when it is first read. No torch.
 
 What is fetched lies in `$XDG_CACHE_HOME/visitlens/fetched`, by the URL and by the manifest's hash, so a copy never mixes two states of
-a recording; it may be deleted at any time. Every file has the bytes that the manifest says, and passes the gate as any other.
+a recording; `fetch_cache.py` says what there is and empties it. Every file has the bytes that the manifest says, and passes the gate as any other.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.hooks import schema
+from visitlens.hooks.fetch_cache import InUse, fetched_folder
 from visitlens.hooks.gate import MAX_UNPACKED, passed
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.shards import check_room, commit, readable_bytes, storage_error
@@ -26,11 +27,6 @@ from visitlens.kernels.errors import RecordingError
 
 _TRIES = 3  # while a writer replaces summary and manifest
 _log = logging.getLogger(__name__)
-
-
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/visitlens`, by default below the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "visitlens"
 
 
 class Fetched:
@@ -43,14 +39,12 @@ class Fetched:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        manifest = self._fetch_head()
         for _ in range(_TRIES):
-            manifest = self._fetch_head()
             if self._of_one_moment(manifest):
                 break
-            (self.folder / schema.MANIFEST).unlink(missing_ok=True)  # so both are fetched again
             time.sleep(0.2)
-        else:
-            self._fetch_head()  # its writer died between the two: as it is
+            manifest = self._fetch_head(again=True)  # in the end as it is: its writer died between the two
 
     @cached_property
     def store(self) -> ObjectStore:
@@ -89,25 +83,29 @@ class Fetched:
         download(self.store, shard, target, self.sizes)
         _log.info("%s/%s/%s: %s fetched", self.url, schema.SHARDS, name, readable_bytes(shard["bytes"]))
 
-    def _fetch_head(self) -> dict[str, Any]:
-        """Manifest and summary; sets `folder`."""
+    def _fetch_head(self, *, again: bool = False) -> dict[str, Any]:
+        """Manifest and summary, those that are here already only `again`; sets `folder`."""
         data = self.store.get(schema.MANIFEST, MAX_JSON_BYTES + 1)
         if data is None:
             raise RecordingError(f"{self.url}: no recording there; expected {schema.MANIFEST}")
         manifest = parse_json(data, f"{self.url}/{schema.MANIFEST}")
         place, state = (hashlib.sha256(part).hexdigest()[:16] for part in (self.url.encode(), data))
         name = self.url.rpartition("/")[2]
-        self.folder = cache_folder() / "fetched" / place / state / (name if name.strip(".") else "run")
-        if (self.folder / schema.MANIFEST).is_file():
+        self.folder = fetched_folder() / place / state / (name if name.strip(".") else "run")
+        self.in_use = InUse(self.folder.parent, self.url)
+        if (self.folder / schema.MANIFEST).is_file() and not again:
             return manifest
         try:
             (self.folder / schema.SHARDS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error(error, self.folder) from error
         summary = self.store.get(schema.SUMMARY, MAX_UNPACKED)
-        if summary is not None:
-            commit(self.folder / schema.SUMMARY, summary)
-        commit(self.folder / schema.MANIFEST, data)
+        for file, content in ((schema.SUMMARY, summary), (schema.MANIFEST, data)):
+            if content is not None and again:
+                commit(self.folder / file, content)
+            elif content is not None:
+                commit(partial := _beside(self.folder / file), content)
+                _put_first(partial, self.folder / file)
         size = readable_bytes(len(data) + len(summary or b""))
         _log.info(
             "%s: %s of manifest and summary fetched into %s; shards follow when read", self.url, size, self.folder
@@ -152,16 +150,32 @@ def download(store: ObjectStore, shard: Mapping[str, Any], target: Path, sizes: 
         raise RecordingError(
             f"{store.url}/{schema.SHARDS}/{shard['name']}: {size or 'no'} bytes, the manifest says {shard['bytes']}: missing or damaged"
         )
-    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+    partial = _beside(target)
     try:
         store.download(f"{schema.SHARDS}/{shard['name']}", partial)
         if _sha256(partial) != shard["sha256"]:
             raise RecordingError(
                 f"{store.url}/{schema.SHARDS}/{shard['name']}: has another hash than its manifest says: damaged"
             )
-        partial.rename(target)
+        _put_first(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _beside(target: Path) -> Path:
+    """A name of its own for what is to become `target`."""
+    return target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _put_first(partial: Path, target: Path) -> None:
+    """Gives a file its name, unless somebody else's is there already: HDF5 doesn't open a file that is replaced meanwhile."""
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        partial.rename(target)
+    partial.unlink(missing_ok=True)
 
 
 def _sha256(path: Path) -> str:

@@ -47,13 +47,18 @@ class ModelFacts:
     """Whether attention rows sum to 1 together with a slot of the model's own."""
     ragged: bool = False
     """Whether halting or routing leaves tokens out of visits."""
+    state_seed: int | None = None
+    """Of the random state that the loop starts from, part of a recording's identity; None where nothing is random."""
     order: tuple[int, ...] = ()
     """Physical layer of each step: part of a recording's identity, where loops are counted at run time."""
     layer_names: tuple[str, ...] = ()
     """Module path of each physical layer (the first, where tied modules share it)."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"architecture": self.family, **asdict(self)}
+        fields = asdict(self)
+        if self.state_seed is None:
+            fields.pop("state_seed")
+        return {"architecture": self.family, **fields}
 
 
 def check_model(model: Any) -> None:

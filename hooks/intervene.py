@@ -199,9 +199,12 @@ class _Session:
                 self.prompt = tokens.shape[1]
             current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.in_parts)
             if cache is not None and (whole := next((i for i in self.chain if i.whole_batch), None)):
+                instead = "replace(site, RUN) puts in another run's values"
+                if whole.name == "mean":
+                    instead = "mean(..., over=site_means(model, contexts, sites)) is a mean that stays"
                 raise InputError(
-                    f"{whole} reads all tokens of the batch, and a cached forward has the new ones alone: give the mean of a sample, "
-                    "mean(..., over=site_means(...)), or replace from another run"
+                    f"{whole} reads all tokens of the batch, also those that aren't written yet: each new token would change what "
+                    f"the ones before it had, so a cached generation can't be the forward over its text. Instead: {instead}"
                 )
             if self.reference_sites:
                 current.reference = self._reference(forward, given)

@@ -61,8 +61,9 @@ class Lease:
     def __exit__(self, *raised: object) -> None:
         self._ended.set()
         self._thread.join()
-        if not self._lost.is_set() and self._holder().get("owner") == self.owner:
-            self.store.delete(LEASE)
+        with suppress(StorageError):  # what is raised inside is the reason, and a dead writer's lease runs out
+            if not self._lost.is_set() and self._holder().get("owner") == self.owner:
+                self.store.delete(LEASE)
 
     def _renew(self) -> None:
         beat = 0

@@ -294,6 +294,13 @@ def write_caches(
 
 
 def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The first fields that differ, for a message."""
-    fields = [key for key in ours if theirs.get(key) != ours[key]]
-    return ", ".join(f"{key} differs" for key in fields) or "written by another version"
+    """The first fields that differ, for a message; of the model's, which."""
+    fields = _unequal(theirs, ours)
+    if "model" in fields and (inside := _unequal(theirs["model"], ours["model"])):
+        said = [name for name in inside if name not in ("notes", "missing")] or inside  # those are words about the rest
+        fields[fields.index("model")] = f"model ({', '.join(said[:3])})"
+    return ", ".join(f"{field} differs" for field in fields) or "written by another version"
+
+
+def _unequal(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [key for key in ours if theirs.get(key) != ours[key]]

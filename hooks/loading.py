@@ -32,7 +32,7 @@ def load_model(
 
     `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro): read them first. `tie_copies` makes
     layers that were saved as copies of one another one layer again (`hooks.copies`). `options` go to `adapt`: `family` by
-    name, and what that family takes, for example `steps=8`.
+    name, and what that family takes, for example `steps=8` or `state_seed=3`.
 
     Raises:
         CheckpointError: nothing loadable there.
@@ -43,7 +43,10 @@ def load_model(
     folder = resolve(source)
     if model_type(folder) is None:
         if options or tie_copies:
-            raise InputError(f"the native model takes no options, got {', '.join(options) or 'tie_copies'}")
+            from visitlens.hooks.adapters.adapt import WHY_NOT
+
+            first = next(iter(options), "tie_copies")
+            raise InputError(f"the native model takes no options, got {first!r}{WHY_NOT.get(first, '')}")
         return checkpoint.load_model(folder, dtype, device)
     from visitlens.hooks.adapters.adapt import adapt
     from visitlens.hooks.copies import tie_copies as tie

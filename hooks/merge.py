@@ -8,6 +8,7 @@ import json
 import shutil
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np
 
 
-def merge(paths: list[Path], out: Path, *, allow_duplicates: bool = False) -> Path:
-    """Writes the recordings at `paths`, in this order, as one at `out`.
+def merge(places: Sequence[str | Path], out: Path, *, allow_duplicates: bool = False) -> Path:
+    """Writes the recordings at these places (folders or URLs), in this order, as one at `out`.
 
     Parts of one run (copied from several machines) keep their tokens' places and may share shards. Runs over different
     text follow one another: tokens, contexts and segments are renumbered, documents added, and grouped as one run over all of
@@ -35,11 +36,13 @@ def merge(paths: list[Path], out: Path, *, allow_duplicates: bool = False) -> Pa
         InputError: fewer than two, or `out` exists.
         RecordingError: another model, dtype, options or measures; parts that overlap, or share documents.
     """
-    if len(paths) < 2 or out.exists():
+    if len(places) < 2 or out.exists():
         raise InputError(f"{out}: exists; choose another path" if out.exists() else "expected two recordings or more")
-    parts = [Recording(path) for path in paths]
+    parts = [Recording(place) for place in places]
     for part in parts[1:]:
         _same_configuration(parts[0], part)
+    for part in parts:
+        part.bring()
     check_room(out.absolute().parent, sum(shard["bytes"] for part in parts for shard in part.shards))
     partial = out.with_name(out.name + ".merging")
     shutil.rmtree(partial, ignore_errors=True)
@@ -65,7 +68,7 @@ def _same_configuration(one: Recording, two: Recording) -> None:
         if key != "data_sha256" and one.run["config"].get(key) != two.run["config"].get(key)
     ]
     if differ:
-        raise RecordingError(f"{one.path} and {two.path} are of another configuration: {', '.join(differ)} differ")
+        raise RecordingError(f"{one.place} and {two.place} are of another configuration: {', '.join(differ)} differ")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def _sequence(parts: list[Recording], out: Path, allow_duplicates: bool) -> None
     """One text after another."""
     for part in parts:
         if not part.complete:
-            raise RecordingError(f"{part.path}: unfinished; finish it before it is merged with other text")
+            raise RecordingError(f"{part.place}: unfinished; finish it before it is merged with other text")
     hashes = [part.document_hashes for part in parts]
     shared = _shared(hashes)
     if len(shared) and not allow_duplicates:
@@ -148,7 +151,7 @@ def _group_places(
             places.append(np.arange(size))
         elif len(documents) != size:
             raise RecordingError(
-                f"{part.path}: {size} document groups of {len(documents)} documents; it can't be merged"
+                f"{part.place}: {size} document groups of {len(documents)} documents; it can't be merged"
             )
         elif len(union) > most:
             places.append((documents % np.uint64(most)).astype(np.int64))

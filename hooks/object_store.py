@@ -8,8 +8,10 @@ will do, so long as it can create exclusively; credentials and endpoints are its
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +19,10 @@ from typing import Any, TypeVar
 from visitlens.kernels.errors import InputError, StorageError, UnavailableError
 
 PULL_FIRST = "expected a folder, got an address in an object store; `visitlens pull` it first"
+_FINAL = {errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC}
+"""What doesn't get better by waiting."""
 _Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
 
 
 def is_url(place: str | Path) -> bool:
@@ -37,6 +42,9 @@ class ObjectStore:
         UnavailableError: fsspec, or its package for this kind of URL, isn't installed.
         StorageError: from every call, whatever the store says.
     """
+
+    patience = 60.0
+    """Seconds for which `outlast` goes on trying."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -76,6 +84,24 @@ class ObjectStore:
 
     def delete(self, name: str) -> None:
         self._try(lambda: self.files.rm_file(f"{self.root}/{name}"), missing=None)
+
+    def outlast(self, call: Callable[[], _Result]) -> _Result:
+        """What a call gives that may be made again, tried for `patience` seconds while the store fails: a run of hours outlasts a
+        short outage.
+
+        Raises:
+            StorageError: it failed for longer, or for a reason that waiting doesn't mend (another writer, no permission).
+        """
+        deadline, pause = time.monotonic() + self.patience, self.patience / 60
+        while True:
+            try:
+                return call()
+            except StorageError as error:
+                if error.errno in _FINAL or time.monotonic() + pause > deadline:
+                    raise
+                _log.info("%s; trying again in %.0f s", error.strerror, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, self.patience / 6)
 
     def _try(self, call: Callable[[], _Result], **otherwise: Any) -> _Result:
         """What the call gives; `missing` where there is no such object."""

@@ -29,8 +29,8 @@ _MAX_EXPANSION, _MAX_SMALL = 32, 2**26  # an archive unpacks to at most the larg
 _BLOCK = 2**20
 
 
-def pack(path: Path, out: Path) -> Path:
-    """Writes a recording into one file; `out` ends in .tar.zst, .tar.gz or .tar.
+def pack(place: str | Path, out: Path) -> Path:
+    """Writes a recording, a folder or at a URL, into one file; `out` ends in .tar.zst, .tar.gz or .tar.
 
     Raises:
         RecordingError: not a recording, or damaged: it couldn't be unpacked.
@@ -38,13 +38,14 @@ def pack(path: Path, out: Path) -> Path:
         UnavailableError: .tar.zst without the zstandard package.
         StorageError: no room.
     """
-    recording = Recording(path)
     _refuse_existing(out)
+    recording = Recording(place)
     if recording.damaged:
         raise RecordingError(
-            f"{path}: {recording.damaged[0]}; a damaged recording isn't packed. `visitlens validate` says more"
+            f"{place}: {recording.damaged[0]}; a damaged recording isn't packed. `visitlens validate` says more"
         )
     _ = recording.totals
+    path = recording.bring()
     check_hashes(path, recording.shards)
     names = [schema.MANIFEST, schema.SUMMARY]
     names += [f"{schema.SHARDS}/{shard['name']}" for shard in recording.shards]

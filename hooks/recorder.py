@@ -205,7 +205,8 @@ def open_ledger(
             remote = RemoteLedger(store, lease, *state)
             remote.refuse_foreign()
             remote.resume()
-            yield remote
+            with remote.told():
+                yield remote
         return
     ledger = Ledger(*state)
     ledger.refuse_foreign()

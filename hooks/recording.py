@@ -209,10 +209,10 @@ class Recording:
             raise InputError(f"{self.place}: no analysis {name!r}; it has {', '.join(self.analyses) or 'none'}")
         return read_json(self.path / schema.ANALYSES / name)
 
-    def contents(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    def contents(self, *, fetch: bool = False) -> dict[str, tuple[str, tuple[int, ...], int]]:
         """What is inside, from the first shard: dataset -> kind of number, shape there, stored bytes over all shards
-        (in proportion to tokens). Sums are left out. Of a recording at a URL nothing, until that shard was read."""
-        if not self.shards or (self.fetched is not None and not self.fetched.has(self.shards[0]["name"])):
+        (in proportion to tokens). Sums are left out. Of a recording at a URL nothing, until that shard was read, or with `fetch`."""
+        if not self.shards or not (fetch or self.fetched is None or self.fetched.has(self.shards[0]["name"])):
             return {}
         first = self.shards[0]
 
@@ -296,6 +296,13 @@ class Recording:
     def each_shard(self, read: Callable[[Gated, dict[str, Any]], _Read]) -> list[_Read]:
         """What `read` takes from each shard, in order of tokens."""
         return [self._files.use(self, shard, read) for shard in self.shards]
+
+    def bring(self) -> Path:
+        """Its folder, all of its shards in it: of a recording at a URL they are fetched now; raises what `Fetched.fetch` raises."""
+        for shard in self.shards:
+            if self.fetched is not None:
+                self.fetched.fetch(shard)
+        return self.path
 
     def _needs(self, what: str) -> None:
         if self.level == "summary":

@@ -7,6 +7,8 @@ overwrites a shard. Summary and manifest follow, as on a disk.
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -100,7 +102,25 @@ class RemoteLedger(Ledger):
 
     def commit(self) -> None:
         """Summary, then manifest, if this is still the sole writer."""
-        self.lease.check()
         super().commit()
+        self.store.outlast(self._put_caches)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Where the store fails for good, the error also says what is kept."""
+        try:
+            yield
+        except StorageError as error:
+            if error.errno in (
+                errno.EAGAIN,
+                errno.EEXIST,
+                errno.ENOSPC,
+            ):  # another writer is there, or the disk here is full
+                raise
+            kept = f"{self.tokens:,} tokens are committed there and stay; the same command goes on from them"
+            raise StorageError(error.errno, f"{error.strerror}. {kept}") from error
+
+    def _put_caches(self) -> None:
+        self.lease.check()
         for name in (schema.SUMMARY, schema.MANIFEST):
             self.store.put(name, (self.path / name).read_bytes())

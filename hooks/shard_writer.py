@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,6 @@ class ShardWriter:
         if self.store is None:
             return shard_
         try:
-            return put_shard(self.store, path, shard_)
+            return self.store.outlast(partial(put_shard, self.store, path, shard_))
         finally:
             path.unlink()

@@ -28,7 +28,10 @@ class RecordingError(VisitlensError, ValueError):
 
 
 class StorageError(VisitlensError, OSError):
-    """The disk refused: no room, no permission, or another writer is at work."""
+    """The disk or the object store refused: no room, no permission, no answer, or another writer is at work."""
+
+    def __str__(self) -> str:
+        return self.strerror or super().__str__()
 
 
 class UnavailableError(VisitlensError, RuntimeError):

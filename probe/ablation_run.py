@@ -48,7 +48,7 @@ class AblationRequest:
     layers: tuple[int, ...] = ()
     """Those of the loop by default."""
     model_options: Mapping[str, Any] = field(default_factory=dict)
-    """As of `RunRequest`."""
+    """As of `RunRequest`; what isn't said is as the recording says (`as_recorded`)."""
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ def ablate_recording(
     An analysis that is there already with the same settings is left alone.
 
     Raises:
-        InputError: the checkpoint isn't the recorded model's, an unknown metric or mode, no text for the metric text.
+        InputError: the checkpoint isn't the recorded model's or would be read in another way, an unknown metric or mode, no text for the metric text.
         RecordingError, CheckpointError, StorageError: what can't be read or written.
     """
     if request.metric not in METRICS or request.mode not in MODES:
@@ -78,16 +78,17 @@ def ablate_recording(
             f"{request.checkpoint}: its weights ({weights[:12]}) aren't those of {request.recording} ({str(recorded)[:12]}); "
             "give the checkpoint that was recorded"
         )
+    options = as_recorded(rec, request.model_options)
     settings = _settings(request)
     kinds = {analyses.ABLATION: request.name} | ({analyses.DYCK: request.mode} if request.metric == "dyck" else {})
     files = [request.recording / schema.ANALYSES / f"{kind}-{name}.json" for kind, name in kinds.items()]
     if not request.replace and _same(request.recording, kinds, settings):
         return files
     torch.set_num_threads(request.threads or 1)
-    model = load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+    model = load_model(request.checkpoint, request.dtype, request.device, **options)
     if model.plan != rec.plan:
         raise InputError(
-            f"{request.recording} has {len(rec.plan)} steps, the model as loaded {len(model.plan)}: give its loop count as recorded"
+            f"{request.recording} has {len(rec.plan)} steps, the model as loaded {len(model.plan)}: read it as it was recorded (--steps, --family, --tie-copies)"
         )
     tokenizer = load_tokenizer(resolve(request.checkpoint))
     dyck, shots = request.dyck, ()
@@ -111,6 +112,35 @@ def ablate_recording(
         study = study_head(model, tokenizer, top.layer, top.head, dyck, name=request.mode, about=about, shots=shots)
         written.append(analyses.store(request.recording, study))
     return written
+
+
+def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
+    """How the recording's model is read: `given`, and the rest of what its provenance says (`steps`, `family` ...). That code may
+    run is nothing that a recording decides: `trust_remote_code` is only ever given.
+
+    Raises:
+        InputError: the two contradict each other, or it was read with options unknown here.
+    """
+    place, recorded = rec.recording.place, rec.recording.provenance.get("model_options") or {}
+    known = isinstance(recorded, Mapping) and all(name in _READ and _READ[name](v) for name, v in recorded.items())
+    if not known:
+        raise InputError(
+            f"{place}: its model was read with options that this visitlens doesn't know: {recorded!r:.200}"
+        )
+    says = {"state_seed": rec.recording.config.get("state_seed"), **recorded}
+    for name, value in given.items():
+        if name != "trust_remote_code" and says.get(name) not in (None, value):
+            option = name.replace("_", "-")
+            raise InputError(
+                f"{place}: its model was recorded with --{option} {says[name]}, not {value}: leave --{option} out to take it as "
+                "recorded, or record it so"
+            )
+    if recorded.get("trust_remote_code") and not given.get("trust_remote_code"):
+        raise InputError(
+            f"{place}: its model was read by running the Python files of the checkpoint. A recording isn't believed in that: read "
+            "them, and give --trust-remote-code again"
+        )
+    return {**recorded, **given}
 
 
 def ablate(
@@ -189,6 +219,15 @@ def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, 
     }
 
 
+_READ: dict[str, Callable[[Any], bool]] = {
+    "steps": lambda value: type(value) is int and 0 < value <= schema.MAX_STEPS,
+    "state_seed": lambda value: type(value) is int and 0 <= value < 2**63,
+    "family": lambda value: isinstance(value, str),
+    "context_length": lambda value: type(value) is int and value > 0,
+    "tie_copies": lambda value: value is True,
+    "trust_remote_code": lambda value: value is True,
+}
+"""Options of `load_model` that a recording may name, and which values it may say."""
 _TITLES = {"dyck": "Dyck target loss", "text": "text loss"}
 _MEANINGS = {
     "zero": "set to zero",

@@ -17,6 +17,7 @@ from visitlens.hooks.guards import check, sample_tokens
 from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.tie_audit import audit_ties
+from visitlens.kernels.errors import InputError
 
 
 def inspect_model(
@@ -40,6 +41,10 @@ def inspect_model(
     folder = resolve(source)
     kind = model_type(folder)
     if kind is not None and kind not in families() and "family" not in options:
+        if options:
+            raise InputError(
+                f"{kind} has no adapter, so it takes no option {next(iter(options))!r}; --family reads it as another does"
+            )
         model = load_transformers(folder, dtype, trust_remote_code=trust_remote_code)
         if tie_copies:
             tie(model)

@@ -170,5 +170,5 @@ def changed_keys(earlier: np.ndarray, later: np.ndarray, most: int = _CHANGED) -
 
 def stored_measures(run: RecordedRun) -> tuple[str, ...]:
     """Measures whose per-token values the recording keeps, as its first shard says."""
-    inside = run.recording.contents()
+    inside = run.recording.contents(fetch=True)
     return tuple(name for name in run.measures if f"stats/{name}" in inside)

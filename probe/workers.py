@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -125,23 +125,19 @@ class _Crew:
         return _Worker(number, process, ours)
 
     def _listen(self, worker: _Worker) -> None:
-        try:
-            while worker.pipe.poll():
-                kind, value = worker.pipe.recv()
-                if kind == "ready":
-                    worker.ready = True
-                elif kind == "tokens":
-                    worker.tokens = value
-                    self._report()
-                elif kind == "shard":
-                    worker.task, worker.tokens = None, 0
-                    self.ledger.take(value)
-                    self.ledger.commit()
-                    self._report()
-                else:
-                    worker.task, self.error = None, self.error or value
-        except (EOFError, OSError):
-            pass  # it died in the middle of a message
+        for kind, value in _messages(worker):
+            if kind == "ready":
+                worker.ready = True
+            elif kind == "tokens":
+                worker.tokens = value
+                self._report()
+            elif kind == "shard":
+                worker.task, worker.tokens = None, 0
+                self.ledger.take(value)
+                self.ledger.commit()
+                self._report()
+            else:
+                worker.task, self.error = None, self.error or value
 
     def _after_death(self, worker: _Worker) -> ShardTask | None:
         """The task to be given out again, unless the worker had committed its shard and only not said so."""
@@ -171,6 +167,18 @@ class _Crew:
     def _report(self) -> None:
         done = self.ledger.tokens + sum(worker.tokens for worker in self.workers)
         self.on_progress(done, self.prepared.contexts.num_tokens)
+
+
+def _messages(worker: _Worker) -> Iterator[tuple[str, Any]]:
+    """What it has sent by now; one that it died in the middle of is none."""
+    while True:
+        try:
+            if not worker.pipe.poll():
+                return
+            message = worker.pipe.recv()
+        except (EOFError, OSError):
+            return
+        yield message
 
 
 def _send(worker: _Worker, message: Any) -> None:

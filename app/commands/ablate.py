@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.console import comma_separated, loading, progress_shown
-from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.kernels.errors import InputError
 
 
@@ -46,12 +46,16 @@ def ablate(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     layers: Annotated[str, typer.Option(help="Comma-separated; those of the loop by default.")] = "",
     steps: Steps = None,
+    state_seed: StateSeed = None,
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
     again: Annotated[bool, typer.Option("--again", help="Compute anew what is there already.")] = False,
 ) -> None:
-    """Ablate every head of the looped block, one at a time, and keep the result in the recording."""
+    """Ablate every head of the looped block, one at a time, and keep the result in the recording.
+
+    The model is read as it was recorded (--steps, --state-seed, --family, --tie-copies); only --trust-remote-code is said again.
+    """
     from visitlens.hooks.recording import Recording
     from visitlens.probe.loaded import check_text, checkpoint
 
@@ -78,7 +82,7 @@ def ablate(
         seed=seed,
         device=device,
         layers=_layers(layers),
-        model_options=model_options(steps, trust_remote_code, family, tie_copies),
+        model_options=model_options(steps, state_seed, trust_remote_code, family, tie_copies),
         replace=again,
     )
     with progress_shown() as show:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.console import comma_separated, loading, progress_shown, warnings_once
-from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.kernels.errors import InputError
 
 
@@ -29,6 +29,7 @@ def experiment(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     steps: Steps = None,
+    state_seed: StateSeed = None,
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
@@ -55,7 +56,7 @@ def experiment(
         raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
     chosen = dict(_option(name, text) for text in set_ or [])
     with loading("the model"):
-        loaded = load(folder, dtype, device, **model_options(steps, trust_remote_code, family, tie_copies))
+        loaded = load(folder, dtype, device, **model_options(steps, state_seed, trust_remote_code, family, tie_copies))
         if dyck:
             sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
         else:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.console import loading
-from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 
 
 def inspect(
@@ -17,6 +17,7 @@ def inspect(
     tokens: Annotated[int, typer.Option(help="Length of the random token sequence that is run.", min=8)] = 24,
     checks: Annotated[bool, typer.Option(help="Run the guards: about ten short forwards.")] = True,
     steps: Steps = None,
+    state_seed: StateSeed = None,
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
@@ -30,7 +31,11 @@ def inspect(
         from visitlens.probe.inspection import inspect_model
 
         found = inspect_model(
-            folder, tokens, checks=checks, dtype=dtype, **model_options(steps, trust_remote_code, family, tie_copies)
+            folder,
+            tokens,
+            checks=checks,
+            dtype=dtype,
+            **model_options(steps, state_seed, trust_remote_code, family, tie_copies),
         )
     typer.echo(json.dumps(found, indent=1) if as_json else _text(found))
 

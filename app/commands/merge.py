@@ -9,7 +9,9 @@ import typer
 
 
 def merge(
-    recordings: Annotated[list[Path], typer.Argument(help="Two recordings or more, of one configuration.")],
+    recordings: Annotated[
+        list[str], typer.Argument(help="Two recordings or more, of one configuration: folders, or s3://... .")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The merged recording.")],
     allow_duplicates: Annotated[
         bool, typer.Option("--allow-duplicates", help="Count a document that several of them hold each time.")

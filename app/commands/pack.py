@@ -9,17 +9,20 @@ import typer
 
 
 def pack(
-    recording: Annotated[Path, typer.Argument(help="A recording.")],
+    recording: Annotated[str, typer.Argument(help="A recording: a folder, or s3://... .")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="NAME.tar.zst, .tar.gz or .tar; beside the recording by default.")
+        Path | None,
+        typer.Option("--out", "-o", help="NAME.tar.zst, .tar.gz or .tar; beside the recording, or here, by default."),
     ] = None,
 ) -> None:
     """Write a recording into one file, for sharing: .tar.zst where zstandard is installed, else .tar.gz."""
     from importlib.util import find_spec
 
+    from visitlens.hooks.object_store import is_url
     from visitlens.hooks.pack import pack as write
     from visitlens.hooks.shards import readable_bytes
 
     suffix = ".tar.zst" if find_spec("zstandard") else ".tar.gz"
-    written = write(recording, out or recording.with_name(recording.name + suffix))
+    beside = Path(recording.rstrip("/").rpartition("/")[2] if is_url(recording) else recording)
+    written = write(recording, out or beside.with_name(beside.name + suffix))
     typer.echo(f"{written}  ({readable_bytes(written.stat().st_size)})")

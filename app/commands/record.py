@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from visitlens.app.console import comma_separated, console, loading, progress_shown, token_bounds
-from visitlens.app.model_options import FamilyName, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 
 if TYPE_CHECKING:
     from visitlens.probe.run import RunRequest
@@ -47,6 +47,7 @@ def record(
     groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
     steps: Steps = None,
+    state_seed: StateSeed = None,
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
@@ -108,7 +109,7 @@ def record(
         top_p=top_p,
         seed=seed,
         checks=checks,
-        model_options=model_options(steps, trust_remote_code, family, tie_copies),
+        model_options=model_options(steps, state_seed, trust_remote_code, family, tie_copies),
     )
     with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:
         if request is not None:  # else another rank has done the work

@@ -38,6 +38,13 @@ NO_TOKENS = {
 """Model type -> why it can't be read, of looped families that have no adapter for a reason."""
 
 
+WHY_NOT = {
+    "steps": ": it runs its layers as often as its configuration says",
+    "state_seed": ": its loop starts from no random state",
+}
+"""Option -> why most models don't take it."""
+
+
 def adapt(model: nn.Module, family: Family | str | None = None, **options: Any) -> AdaptedModel:
     """A model as visitlens reads it, by the adapter for its `model_type`, or by `family`: another's name, or one of your own.
     `options` go to the family, for example `steps=8` where loops are counted at run time.
@@ -60,7 +67,8 @@ def adapt(model: nn.Module, family: Family | str | None = None, **options: Any) 
             )
         takes = list(signature(known[kind]).parameters)
         if unknown := [name for name in options if name not in takes]:
-            raise InputError(f"{kind} takes no option {unknown[0]!r}; it takes {', '.join(takes) or 'none'}")
+            why = WHY_NOT.get(unknown[0], "")
+            raise InputError(f"{kind} takes no option {unknown[0]!r}{why}; it takes {', '.join(takes) or 'none'}")
         family = known[kind](**options)
     elif options:
         raise InputError(

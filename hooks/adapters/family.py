@@ -106,6 +106,8 @@ class Family(ABC):
     causal: ClassVar[bool] = True
     learned_sink: ClassVar[bool] = False
     """Whether attention rows sum to 1 together with a slot of the model's own."""
+    state_seed: int | None = None
+    """Of the random state that its loop starts from; None where nothing is random."""
     call: Mapping[str, Any] = MappingProxyType({"use_cache": False})
     """Arguments of every forward beside the token ids."""
 
@@ -187,6 +189,7 @@ class Family(ABC):
             notes=anatomy.notes,
             learned_sink=self.learned_sink,
             ragged=anatomy.ragged,
+            state_seed=self.state_seed,
             order=anatomy.order,
             layer_names=tuple(layer.modules[0] for layer in anatomy.layers),
             **self.sizes(model),

@@ -1,6 +1,6 @@
 """Huginn (remote code): prelude, a core block that runs `steps` times, coda; a post-norm sandwich in every layer.
 
-The state that the loop starts from is random: here it is drawn from `seed`, by the model's own rule, once for all positions,
+The state that the loop starts from is random: here it is drawn from `state_seed`, by the model's own rule, once for all positions,
 so that a document has the same start alone, packed, or token by token. Each loop re-enters through an adapter over [state,
 prelude output]. Its code ignores attention masks, so padding isn't to be trusted; documents run unpadded.
 """
@@ -21,16 +21,16 @@ SANDWICH = "a norm lies on the stream after each addition, so writes don't add u
 
 
 class Huginn(Family):
-    """`steps` loops (the model's mean by default), from the initial state of `seed`."""
+    """`steps` loops (the model's mean by default), from the initial state of `state_seed`."""
 
     model_types = ("huginn_raven",)
     attention_calls = "sdpa"
     mends = (tied_to("transformer.wte.weight"), output_cache, token_ids)
 
-    def __init__(self, steps: int | None = None, seed: int = 0) -> None:
+    def __init__(self, steps: int | None = None, state_seed: int = 0) -> None:
         if steps is not None and steps < 1:
             raise InputError(f"expected at least 1 loop, got {steps}")
-        self.steps, self.seed = steps, seed
+        self.steps, self.state_seed = steps, state_seed
         self._state: torch.Tensor | None = None
 
     def body(self, model: Any) -> Any:
@@ -57,7 +57,7 @@ class Huginn(Family):
             tuple(order),
             missing={"sum of writes": SANDWICH, **NO_ROUTER},
             notes=(
-                f"{self.steps} loops; the initial state is drawn with seed {self.seed}, the same at a position of every document",
+                f"{self.steps} loops; the initial state is drawn with seed {self.state_seed}, the same at a position of every document",
                 "each loop re-enters through a linear adapter over [state, prelude output]",
                 "attention masks are ignored by the model's code: padding would move logits",
             ),
@@ -81,7 +81,7 @@ class Huginn(Family):
         if self._state is None or self._state.device != tokens.device:
             like = next(model.parameters())
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self.seed)
+                torch.manual_seed(self.state_seed)
                 zeros = torch.zeros(1, model.config.block_size, model.config.n_embd, dtype=like.dtype)
                 self._state = model.initialize_state(zeros).to(tokens.device)
         assert self._state is not None

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import visitlens as vl
-from visitlens.hooks.fetched import cache_folder
+from visitlens.hooks.fetch_cache import cache_folder
 
 
 @pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])

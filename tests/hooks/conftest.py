@@ -1,14 +1,28 @@
-"""Empty places in object stores: fsspec's memory, and S3 (moto's server) where s3fs and moto are installed."""
+"""Empty places in object stores: fsspec's memory, and S3 (moto's server) where s3fs and moto are installed; recording into one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.lease import Lease
+from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.recorder import RecordingOptions, record
+
+
+@pytest.fixture(scope="module")
+def text(make_text: Callable[..., PackedTokens]) -> PackedTokens:
+    return make_text(seed=6)
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., LoopedMoE]) -> LoopedMoE:
+    return make_model(2)
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +51,31 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pat
     if not files.exists("bucket"):
         files.mkdir("bucket")
     return f"s3://bucket/{tmp_path.name}.vlens"
+
+
+@pytest.fixture
+def put(url: str, model: LoopedMoE, text: PackedTokens, make_collector, tmp_path) -> Callable[..., None]:
+    """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
+    scratches = iter(range(100))
+
+    def run(
+        on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any
+    ) -> None:
+        collector = make_collector(model, text, ("resid_rms", "sink_mass"))
+        chosen = RecordingOptions(level="tokens", **{"shard_tokens": 60, **options})
+        scratch = tmp_path / f"scratch{next(scratches)}"
+        provenance = {"weights_sha256": "0" * 64}
+        record(
+            model,
+            text,
+            scratch,
+            collector,
+            chosen,
+            provenance=provenance,
+            on_progress=on_progress,
+            url=url,
+            attention_implementation="torch",
+        )
+        assert not list(scratch.glob("shards/*"))
+
+    return run

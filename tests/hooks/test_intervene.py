@@ -31,6 +31,7 @@ from visitlens.hooks.intervene import (
     zero,
 )
 from visitlens.hooks.interventions.forward import Forward
+from visitlens.hooks.interventions.operations import means_by_expert
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
@@ -210,6 +211,30 @@ def test_an_experts_output_is_what_its_gate_weighs(looped, text, clean, packed) 
         assert not torch.equal(got[real], clean.get("moe_write", 2, 2)[real])
     silenced = intervened(looped, text, zero("expert_out", **at))
     torch.testing.assert_close(silenced, intervened(looped, text, zero("gates", **at)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_half_precision_are_added_up_in_more(
+    dtype: torch.dtype, make_model: ModelFactory, packed, text
+) -> None:
+    """Added up in their own dtype, 4,000 values of 30,000 are infinite in float16, and in bfloat16 a sum of 256 no longer grows."""
+    values = torch.full((4000, 2, 1), 30_000.0, dtype=dtype)
+    experts = torch.tensor([[0, 1], [1, 2]]).repeat(2000, 1)
+    by_expert = means_by_expert(values, experts, 4)
+    assert by_expert.squeeze(1).tolist() == [float(values[0, 0, 0])] * 3 + [0.0]
+
+    model, real = make_model(2, dtype=dtype), text[1] >= 0
+    with capture(model, ["expert_out", "experts", "V"]) as plain:
+        model(*text)
+    used, outputs = (plain.get(site, 2, 2)[real] for site in ("experts", "expert_out"))
+    exact = {e: outputs[used == e].double().mean(0) for e in used.unique().tolist()}
+    for over in (None, site_means(model, packed, ["expert_out", "V"], batch=2)):
+        got = seen(model, text, "expert_out", mean("expert_out", over, layer=2, visit=2)).get("expert_out", 2, 2)[real]
+        for expert, average in exact.items():
+            at_each = got[used == expert]
+            assert torch.equal(at_each, average.to(dtype).expand_as(at_each)), (over is None, expert)
+        v = seen(model, text, "V", mean("V", over, layer=2, visit=2)).get("V", 2, 2)[real]
+        assert torch.equal(v, plain.get("V", 2, 2)[real].double().mean(0).to(dtype).expand_as(v))
 
 
 def test_mean_over_the_batch_and_over_a_sample(looped, text, clean, packed) -> None:

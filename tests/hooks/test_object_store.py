@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.hooks.crashes.wholeness import Crash, crash_after
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.lease import LEASE, Lease
-from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import ObjectStore, is_url
 from visitlens.hooks.pull import pull
-from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
@@ -25,44 +21,10 @@ from visitlens.kernels.errors import InputError, RecordingError, StorageError, U
 MEASURES = ("resid_rms", "sink_mass")
 
 
-class Crash(Exception):
-    pass
-
-
-@pytest.fixture
-def put(
-    url: str, make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens], make_collector, tmp_path
-) -> Callable[..., None]:
-    """`put(on_progress)`: records into the store, with a scratch folder of its own each time, as another machine would."""
-    model, text, scratches = make_model(2), make_text(seed=6), iter(range(100))
-
-    def run(
-        on_progress: Callable[[int, int], None] = lambda done, total: None, text: PackedTokens = text, **options: Any
-    ) -> None:
-        collector = make_collector(model, text, MEASURES)
-        chosen = RecordingOptions(level="tokens", **{"shard_tokens": 60, **options})
-        scratch = tmp_path / f"scratch{next(scratches)}"
-        provenance = {"weights_sha256": "0" * 64}
-        record(
-            model,
-            text,
-            scratch,
-            collector,
-            chosen,
-            provenance=provenance,
-            on_progress=on_progress,
-            url=url,
-            attention_implementation="torch",
-        )
-        assert not list(scratch.glob("shards/*"))
-
-    return run
-
-
 @pytest.fixture(scope="module")
-def local(make_model, make_text, make_recording, tmp_path_factory) -> Recording:
+def local(model, text, make_recording, tmp_path_factory) -> Recording:
     path = tmp_path_factory.mktemp("local") / "r.vlens"
-    return make_recording(make_model(2), make_text(seed=6), path, measures=MEASURES, shard_tokens=60).recording
+    return make_recording(model, text, path, measures=MEASURES, shard_tokens=60).recording
 
 
 def assert_same(url: str, local: Recording, out: Path) -> None:
@@ -74,17 +36,6 @@ def assert_same(url: str, local: Recording, out: Path) -> None:
         np.testing.assert_allclose(rec.totals[name].total, totals.total, rtol=1e-12)
         np.testing.assert_array_equal(rec.totals[name].count, totals.count)
     np.testing.assert_array_equal(rec.document_hashes, local.document_hashes)
-
-
-def crash_after(contexts: int) -> Callable[[int, int], None]:
-    calls: list[int] = []
-
-    def on_progress(done: int, total: int) -> None:
-        calls.append(done)
-        if len(calls) == contexts:
-            raise Crash
-
-    return on_progress
 
 
 def test_what_is_recorded_there_is_what_a_folder_has(put, url: str, local: Recording, tmp_path: Path) -> None:

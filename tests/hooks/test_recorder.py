@@ -24,16 +24,6 @@ from visitlens.probe.opened import RecordedRun
 MakeRecording = Callable[..., RecordedRun]
 
 
-@pytest.fixture(scope="module")
-def text(make_text: Callable[..., PackedTokens]) -> PackedTokens:
-    return make_text(seed=6)
-
-
-@pytest.fixture(scope="module")
-def model(make_model: Callable[..., LoopedMoE]) -> LoopedMoE:
-    return make_model(2)
-
-
 def assert_same_totals(one: dict[str, GroupTotals], two: dict[str, GroupTotals], tolerance: float) -> None:
     assert one.keys() == two.keys()
     for name in one:

@@ -247,3 +247,20 @@ def recorded(
         return made[family]
 
     return build
+
+
+@pytest.fixture(scope="module")
+def halting() -> Any:
+    from tests.hooks.adapters.remote_code.tiny_ragged import Halting, HaltingFamily
+
+    return vl.adapt(Halting().eval().requires_grad_(False), HaltingFamily())
+
+
+@pytest.fixture(scope="module")
+def recursive() -> Any:
+    from tests.hooks.adapters.remote_code.tiny_ragged import Recursive
+
+    from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
+
+    torch.manual_seed(8)
+    return vl.adapt(Recursive().eval().requires_grad_(False), MixtureOfRecursions())

@@ -15,7 +15,8 @@ import torch
 from visitlens.app.cli import main
 from visitlens.app.commands.inspect import _text
 from visitlens.hooks.models.checkpoint import save_model
-from visitlens.probe.inspection import describe
+from visitlens.kernels.errors import InputError
+from visitlens.probe.inspection import describe, inspect_model
 
 LEAKS = {"gpt_oss", "inkling2_loop_text", "albert", "zamba", "zamba2"}
 """Families whose packed documents leak even by position ids alone, without a cache or a mask."""
@@ -44,7 +45,7 @@ def test_every_family_passes_its_guards_and_its_ledger_is_the_plan(
     assert "guards" in _text({"model": family, **found})
 
 
-def test_a_family_without_an_adapter_is_discovered() -> None:
+def test_a_family_without_an_adapter_is_discovered(tmp_path: Path) -> None:
     """Funnel: blocks of layers, each layer several times in a row, then a decoder."""
     import transformers
 
@@ -57,6 +58,9 @@ def test_a_family_without_an_adapter_is_discovered() -> None:
     assert found["steps"][3]["module"] == "funnel.encoder.blocks.0.1" and "none for this family" in found["adapter"]
     assert {tie["status"] for tie in found["ties"]} == {"tied"}
     assert "pools the sequence between blocks" in found["adapter"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"funnel has no adapter, so it takes no option 'steps'; --family"):
+        inspect_model(tmp_path, steps=2)
 
 
 def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hooks.adapters.test_ragged import SEGMENTS, TOKENS, Halting, HaltingFamily, Recursive
+from tests.hooks.adapters.test_ragged import SEGMENTS, TOKENS
 from torch import Tensor
 
-from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import (
@@ -31,17 +29,6 @@ from visitlens.kernels.errors import InputError
 
 NEAR = {"atol": 3e-5, "rtol": 3e-4}
 SITES_OF_BOTH = [site for site in SITES if site not in ("router", "experts", "gates", "expert_in", "expert_out")]
-
-
-@pytest.fixture(scope="module")
-def halting() -> Any:
-    return adapt(Halting().eval().requires_grad_(False), HaltingFamily())
-
-
-@pytest.fixture(scope="module")
-def recursive() -> Any:
-    torch.manual_seed(8)
-    return adapt(Recursive().eval().requires_grad_(False), MixtureOfRecursions())
 
 
 @pytest.fixture(params=["halting", "recursive"])

@@ -111,7 +111,11 @@ def test_the_command_records_a_transformers_checkpoint(
     code, text, _ = run("info", out)
     assert code == 0 and "3 layers" in text and "unlooped" in text
     code, _, err = run("record", *arguments[:3], tmp_path / "n.vlens", "--steps", 4)
-    assert code == 1 and "mixtral takes no option 'steps'; it takes none" in err
+    assert (
+        code == 1
+        and "mixtral takes no option 'steps': it runs its layers as often as its configuration says; it takes none"
+        in err
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "gpt2"}')
     code, _, err = run("record", tmp_path / "empty", words, "--out", tmp_path / "n.vlens")

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from transformers.utils.generic import ModelOutput
 
 import visitlens as vl
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.kernels.errors import CheckpointError
+from visitlens.kernels.errors import CheckpointError, InputError
+from visitlens.probe.ablation_run import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]
 CODE = {
@@ -73,6 +75,7 @@ def test_a_folder_with_its_own_code_is_recorded(
     assert code == 0 and kind in text
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("kind", CODE)
 def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
     kind: str, checkpoint: Callable[[str], tuple[Path, Any]], run: Run
@@ -91,6 +94,84 @@ def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
     code, out, err = run("inspect", folder, "--trust-remote-code", "--json")
     guards = {guard["name"]: guard["ok"] for guard in json.loads(out)["guards"]}
     assert code == 0 and guards["cached generation"] and guards["observation"], err
+=======
+def test_the_random_state_is_of_its_seed_and_ablate_reads_a_model_as_recorded(
+    checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
+) -> None:
+    folder, out, trust = checkpoint("huginn_raven")[0], tmp_path / "run.vlens", "--trust-remote-code"
+    here = ("--out", out, "--context", 40, trust, "--no-checks", "--steps", 2)
+    code, _, err = run("record", folder, words, *here, "--state-seed", 3, "--max-tokens", 80)
+    assert code == 0, err
+    rec = vl.open(out)
+    assert rec.recording.provenance["model_options"] == {"trust_remote_code": True, "steps": 2, "state_seed": 3}
+    assert rec.recording.config["state_seed"] == 3
+    assert "the initial state is drawn with seed 3" in run("info", out)[1]
+    for seed in ((), ("--state-seed", 0)):
+        code, _, err = run("record", folder, words, *here, *seed)
+        assert code == 1 and "another configuration (model (state_seed) differs" in err
+    assert run("record", folder, words, *here, "--state-seed", 3)[0] == 0, "the same seed goes on"
+    other = tmp_path / "other.vlens"
+    assert run("record", folder, words, "--out", other, *here[2:])[0] == 0
+    assert not (vl.open(other).stat("resid_rms").values == vl.open(out).stat("resid_rms").values).all()
+
+    judged = ("ablate", out, "--model", folder, "--metric", "text", "--text", words, "--max-tokens", 40)
+    code, _, err = run(*judged)
+    assert code == 1 and "read them, and give --trust-remote-code again" in err and err.count("error:") == 1
+    for wrong, said in (
+        (("--steps", 4), "recorded with --steps 2, not 4: leave --steps out"),
+        (("--state-seed", 0), "recorded with --state-seed 3, not 0"),
+    ):
+        code, _, err = run(*judged, trust, *wrong)
+        assert code == 1 and said in err and err.count("error:") == 1
+    assert run(*judged, trust)[0] == run(*judged, trust, "--steps", 2, "--state-seed", 3, "--again")[0] == 0
+    code, _, err = run("ablate", other, *judged[2:], trust, "--state-seed", 5)
+    assert code == 1 and "recorded with --state-seed 0, not 5" in err
+
+    code, text, _ = run("inspect", folder, trust, "--no-checks", "--state-seed", 7)
+    assert code == 0 and "drawn with seed 7" in text
+    by_seed = [
+        run("experiment", "skip_visit", "--model", folder, trust, "--text", words, "--max-tokens", 40, *seed, "--json")
+        for seed in ((), ("--state-seed", 0), ("--state-seed", 1))
+    ]
+    assert by_seed[0] == by_seed[1] and by_seed[0][0] == by_seed[2][0] == 0 and by_seed[0][1] != by_seed[2][1]
+
+
+@pytest.mark.parametrize("command", ["record", "inspect", "experiment"])
+def test_a_state_seed_is_refused_where_nothing_is_random(
+    command: str, checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
+) -> None:
+    ouro, trust = checkpoint("ouro")[0], ("--trust-remote-code", "--state-seed", 1)
+    for model, options, said in (
+        (ouro, trust, "ouro takes no option 'state_seed': its loop starts from no random state; it takes steps"),
+        (
+            "smelt",
+            trust[1:],
+            "the native model takes no options, got 'state_seed': its loop starts from no random state",
+        ),
+    ):
+        how = {
+            "record": (model, words, "-o", tmp_path / "r.vlens"),
+            "inspect": (model,),
+            "experiment": ("skip_visit", "--model", model),
+        }
+        code, _, err = run(command, *how[command], *options)
+        assert code == 1 and said in err.replace("\n", " ") and err.count("error:") == 1
+    assert run("inspect", ouro, "--state-seed", -1)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"steps": 0}, {"steps": 10**9}, {"state_seed": True}, {"family": 5}, {"trust_remote_code": 1}, {"code": "x"}, []],
+)
+def test_what_a_recording_says_of_its_model_is_checked(said: Any) -> None:
+    about = {"provenance": {"model_options": said}, "config": {"state_seed": 3}}
+    rec: Any = SimpleNamespace(recording=SimpleNamespace(place="r.vlens", **about))
+    if not said:
+        assert as_recorded(rec, {"steps": 2, "state_seed": 3}) == {"steps": 2, "state_seed": 3}
+        return
+    with pytest.raises(InputError, match=r"r\.vlens: its model was read with options that this visitlens doesn't know"):
+        as_recorded(rec, {})
+>>>>>>> cli
 
 
 def test_a_hub_name_is_the_same_from_the_cache(

@@ -161,16 +161,16 @@ def test_moeuts_gates_follow_the_choice() -> None:
 
 def test_huginns_initial_state_is_its_seeds_and_its_steps_are_the_callers() -> None:
     raw = seeded(TinyHuginn)
-    logits = [adapt(raw, steps=3, seed=seed)(TOKENS) for seed in (0, 0, 1)]
+    logits = [adapt(raw, steps=3, state_seed=seed)(TOKENS) for seed in (0, 0, 1)]
     assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])  # type: ignore[arg-type]  # tensors
     assert len(adapt(raw).plan) == 2 + 3 * 2, "the configuration's mean where nothing is asked for"
-    assert "drawn with seed 1" in adapt(raw, seed=1).config.notes[0]
+    assert "drawn with seed 1" in adapt(raw, state_seed=1).config.notes[0]
     state = torch.get_rng_state()
     adapt(raw)(TOKENS)
     assert torch.equal(state, torch.get_rng_state()), "nobody else's random numbers are touched"
     with pytest.raises(InputError, match="at least 1 loop, got 0"):
         adapt(raw, steps=0)
-    with pytest.raises(InputError, match="takes no option 'loops'; it takes steps, seed"):
+    with pytest.raises(InputError, match="takes no option 'loops'; it takes steps, state_seed"):
         adapt(raw, loops=2)
 
 

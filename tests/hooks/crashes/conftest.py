@@ -18,16 +18,6 @@ MEASURES = ("resid_rms", "sink_mass", "expert_transitions")  # writing all of th
 
 
 @pytest.fixture(scope="module")
-def text(make_text: Callable[..., PackedTokens]) -> PackedTokens:
-    return make_text(seed=6)
-
-
-@pytest.fixture(scope="module")
-def model(make_model: Callable[..., LoopedMoE]) -> LoopedMoE:
-    return make_model(2)
-
-
-@pytest.fixture(scope="module")
 def unbroken(model: LoopedMoE, text: PackedTokens, make_recording: MakeRecording, tmp_path_factory) -> Recording:
     folder = tmp_path_factory.mktemp("unbroken")
     return make_recording(model, text, folder / "r.vlens", shard_tokens=SHARD_TOKENS, measures=MEASURES).recording

@@ -52,7 +52,7 @@ def test_another_model_or_text_is_refused_by_name_and_nothing_is_touched(
     with pytest.raises(Crash):
         resume(path, on_progress=crash_after(3))
     before = contents(path)
-    with pytest.raises(RecordingError, match=r"\(model differs"):
+    with pytest.raises(RecordingError, match=r"\(model \(visits\) differs"):
         make_recording(make_model(3), text, path, measures=MEASURES)
     with pytest.raises(RecordingError, match=r"\(data_sha256 differs\)"):
         make_recording(model, make_text(seed=7), path, measures=MEASURES)

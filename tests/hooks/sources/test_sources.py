@@ -346,7 +346,7 @@ def test_a_model_that_writes_over_what_nnsight_keeps_is_found_out(hrm: nn.Module
 
 def test_nnsight_refuses_visits_that_leave_tokens_out() -> None:
     nnsight = pytest.importorskip("nnsight", reason="the extra visitlens[sources] is optional")
-    from tests.hooks.adapters.test_ragged import Halting, HaltingFamily
+    from tests.hooks.adapters.remote_code.tiny_ragged import Halting, HaltingFamily
 
     with pytest.raises(InputError, match="leaves tokens out of visits, and nnsight's cache doesn't say which"):
         vl.from_nnsight(nnsight.NNsight(Halting()), HaltingFamily())
