@@ -75,7 +75,6 @@ def test_a_folder_with_its_own_code_is_recorded(
     assert code == 0 and kind in text
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("kind", CODE)
 def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
     kind: str, checkpoint: Callable[[str], tuple[Path, Any]], run: Run
@@ -94,7 +93,8 @@ def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
     code, out, err = run("inspect", folder, "--trust-remote-code", "--json")
     guards = {guard["name"]: guard["ok"] for guard in json.loads(out)["guards"]}
     assert code == 0 and guards["cached generation"] and guards["observation"], err
-=======
+
+
 def test_the_random_state_is_of_its_seed_and_ablate_reads_a_model_as_recorded(
     checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
 ) -> None:
@@ -171,7 +171,6 @@ def test_what_a_recording_says_of_its_model_is_checked(said: Any) -> None:
         return
     with pytest.raises(InputError, match=r"r\.vlens: its model was read with options that this visitlens doesn't know"):
         as_recorded(rec, {})
->>>>>>> cli
 
 
 def test_a_hub_name_is_the_same_from_the_cache(
