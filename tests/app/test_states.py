@@ -136,7 +136,7 @@ def test_a_recording_that_grows_is_followed(
     person.open("")
     assert "Still being recorded" in person.page.inner_text(".notices") and "50%" in person.page.inner_text(".notices")
     shard_by_shard()
-    person.page.locator(".notices").wait_for(state="detached", timeout=20_000)
+    person.page.locator(".notices").wait_for(state="detached", timeout=60_000)
     assert "level tokens" in person.page.inner_text(".facts").replace("\n", " ")
     assert not person.errors
 
@@ -150,7 +150,7 @@ def test_an_empty_folder_says_how_to_record_and_shows_what_appears(
     text = person.page.inner_text("main")
     assert "No recording yet" in text and "visitlens record" in text and "--demo" in text
     (tmp_path / "new.vlens").symlink_to(folder / "looped.vlens")
-    person.page.locator(".panels").wait_for(timeout=20_000)
+    person.page.locator(".panels").wait_for(timeout=60_000)
     person.settled()
     assert person.page.title().startswith("Layers · new")
 

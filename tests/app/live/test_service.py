@@ -77,7 +77,8 @@ def test_a_full_queue_is_a_message(service: LiveService, context: Context, monke
     monkeypatch.setattr(service, "_model", held)
     for tab in ("a", "b", "c"):
         *_, said = page.do(service, context, "run", tab, tab, None, "")
-        time.sleep(0.05)
+        while not held.steps:  # the first one runs, the second waits
+            time.sleep(0.005)
     assert said == "1 jobs wait already: try again in a moment."
     held.gate.set()
 
