@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,7 +145,9 @@ def test_a_recording_that_grows_is_followed(
 def test_an_empty_folder_says_how_to_record_and_shows_what_appears(
     meet, serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    version = layout.version
     monkeypatch.setattr(layout, "WATCH_MS", 200)
+    monkeypatch.setattr(layout, "version", lambda view: (time.sleep(0.5), version(view))[1])  # a slow disk
     person = meet(serve(tmp_path))
     person.open("layers")
     text = person.page.inner_text("main")

@@ -194,8 +194,11 @@ def test_a_writer_that_was_replaced_commits_nothing_more(put, url: str, monkeypa
     monkeypatch.setattr(Lease, "_renew", lambda lease: (renew(lease), noticed.set()))
 
     def take_over(done: int, total: int) -> None:
-        store.put(LEASE, json.dumps({"owner": "another", "beat": 0}).encode())
-        assert noticed.wait(60)
+        for _ in range(300):  # a sign of life on its way may still come after it
+            store.put(LEASE, json.dumps({"owner": "another", "beat": 0}).encode())
+            if noticed.wait(0.2):
+                return
+        pytest.fail("the writer never noticed")
 
     with pytest.raises(StorageError, match="another process has taken this recording over"):
         put(take_over)
