@@ -86,7 +86,7 @@ def refusals(valid: Path, tmp_path_factory) -> dict[str, dict[str, Any]]:
         command = [sys.executable, "-c", CHILD, str(first_shard(valid)), *(str(paths[name]) for name in left)]
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            out, errors = child.communicate(timeout=120)
+            out, errors = child.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             child.kill()
             out, errors = child.communicate()
