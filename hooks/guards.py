@@ -193,6 +193,8 @@ def _padding(model: AdaptedModel, tokens: Tensor) -> Guard:
 
 
 def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
+    if why := model.config.missing.get("cached generation"):
+        return Guard("cached generation", None, why)
     if not getattr(model.model, "can_generate", lambda: False)():
         return Guard("cached generation", None, "the model doesn't generate")
     full = _observe(model, ["resid", "Q", "K"], tokens)

@@ -64,25 +64,29 @@ def load_transformers(
         import transformers
     except ImportError as error:
         raise UnavailableError(f"{source} is a model of transformers: pip install 'visitlens[sources]'") from error
+    from visitlens.hooks.adapters.older_code import mend
+
     folder = resolve(source)
     transformers.utils.logging.disable_progress_bar()
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
+        if trust_remote_code:
+            mend(folder, local_files_only=True)
         config = transformers.AutoConfig.from_pretrained(folder, **options)
         masked = type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in (
             getattr(config, "auto_map", None) or {}
         )
         auto: Any = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
         model = auto.from_pretrained(folder, dtype=DTYPES[dtype], use_safetensors=True, **options)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
     except Exception as error:
-        if not trust_remote_code:
+        if trust_remote_code and not isinstance(error, (OSError, ValueError)) and (advice := _own_code(folder)):
+            raise CheckpointError(
+                f"{source}: its own code doesn't run under transformers {transformers.__version__} ({type(error).__name__}: "
+                f"{error}); {advice}"
+            ) from error
+        if not isinstance(error, (OSError, ValueError, KeyError, ImportError)):
             raise
-        raise CheckpointError(
-            f"{source}: its own code doesn't run under transformers {transformers.__version__} ({type(error).__name__}: {error}); "
-            "install the release that its config.json names as transformers_version, or mend the code"
-        ) from error
+        raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
     if dtype == "float64" and getattr(model.config, "_experts_implementation", None):
         model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     return model.to(device).eval().requires_grad_(False)
@@ -129,6 +133,16 @@ def model_type(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None  # the native loader says what is wrong
     return data.get("model_type") if isinstance(data, Mapping) and "architecture" not in data else None
+
+
+def _own_code(folder: Path) -> str | None:
+    """What to do about the code that a checkpoint brings along; None where it brings none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if "auto_map" not in config:
+        return None
+    if (saved := config.get("transformers_version")) is None:
+        return "install the release that it was written for, or mend the code"
+    return f"it was saved by release {saved}: pip install 'transformers=={saved}', or mend the code"
 
 
 def weights_sha256(source: str | Path) -> str:

@@ -57,6 +57,7 @@ ASSUMPTIONS = {
     "next token": "the logits at a token are of the token after it, from what comes before",
     "softmax router": "the router's scores over all experts are a softmax",
     "ragged visits": "halting or routing leaves tokens out of visits",
+    "cached generation": "a text token by token, through the model's cache, is one forward over it",
     "learned sink": "attention rows have a slot of the model's own that takes mass and gives nothing",
 }
 """What a measure may assume beyond its sites; a model that breaks one says so, and the measure is left out."""

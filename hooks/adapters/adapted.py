@@ -74,6 +74,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         if cache is None:
             return super().forward(tokens, segments, return_type=return_type)
         check_return_type(return_type)
+        if why := self.config.missing.get("cached generation"):
+            raise InputError(f"{self.config.family} can't generate token by token: {why}")
         if segments is not None:
             raise InputError("a KV cache holds one document per context: pass no segment ids with it")
         self._check(tokens, None)
@@ -88,8 +90,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         before, self.part, self.cache = self.cache, Part(index, *tokens.shape, first=True, whole=True), cache
         cache.broken = True
         try:
-            options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
             with self._looping(), self.family.running(self.model):
+                options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
                 result = self.model(tokens.long(), **options, **cache.passed)
         finally:
             self.part, self.cache = None, before

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from visitlens.hooks.adapters.older_code import Mend
 from visitlens.hooks.instrumented import ModelFacts
 from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import InputError
@@ -111,6 +112,9 @@ class Family(ABC):
     loops: ClassVar[str] = ""
     """Path, from the model, of the loop count that its code reads at every forward; "" where there is no such number."""
 
+    mends: ClassVar[tuple[Mend, ...]] = ()
+    """What the code that its checkpoints bring along needs under today's transformers (`older_code`)."""
+
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
         """What each forward runs in, for code that would otherwise cut gradients short."""
         return nullcontext()
@@ -151,7 +155,8 @@ class Family(ABC):
         config = self.text_config(model)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        bos = _first(config.bos_token_id, config.eos_token_id, config.pad_token_id)
+        bos, eos, pad = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+        first = _first(bos, eos, pad)
         return {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -160,9 +165,9 @@ class Family(ABC):
             "head_dim": head_dim,
             "value_dim": head_dim,
             "context_length": getattr(config, "max_position_embeddings", 1024),
-            "bos_token_id": bos,
-            "eos_token_id": _first(config.eos_token_id, bos),
-            "pad_token_id": _first(config.pad_token_id, config.eos_token_id, bos),
+            "bos_token_id": first,
+            "eos_token_id": _first(eos, first),
+            "pad_token_id": _first(pad, eos, first),
         }
 
     def start(self, model: nn.Module, tokens: Any, position: int = 0) -> dict[str, Any]:

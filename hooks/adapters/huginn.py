@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
+from visitlens.hooks.adapters.older_code import output_cache, tied_to, token_ids
 from visitlens.kernels.errors import InputError
 
 SANDWICH = "a norm lies on the stream after each addition, so writes don't add up to the next residual"
@@ -24,6 +25,7 @@ class Huginn(Family):
 
     model_types = ("huginn_raven",)
     attention_calls = "sdpa"
+    mends = (tied_to("transformer.wte.weight"), output_cache, token_ids)
 
     def __init__(self, steps: int | None = None, seed: int = 0) -> None:
         if steps is not None and steps < 1:

@@ -44,13 +44,15 @@ class MixtureOfRecursions(Family):
         return Anatomy(
             tuple(Layer(tuple(g), pre_norm_reads(), visited=_CHOSEN if ".block." in g[0] else None) for g in groups),
             tuple(number[path] for path in paths),
-            missing=NO_ROUTER,
+            missing={**NO_ROUTER, "cached generation": _AHEAD},
             notes=(
                 "each recursion is given the tokens that its router ranks highest: measures of a visit are over those",
                 "the block's output is weighted by the router before it is added: residuals chain within a recursion",
-                "the choice looks at the whole sequence, so cached generation can't be the full forward",
             ),
         )
+
+
+_AHEAD = "the choice looks at the whole sequence: token by token, through a cache, others would be chosen"
 
 
 def _chosen(func: Any, args: tuple, result: Any) -> torch.Tensor | None:

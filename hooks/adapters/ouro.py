@@ -6,9 +6,12 @@ and never makes fewer passes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
+from visitlens.hooks.adapters.older_code import cache_sizes, default_rope, mask_arguments, tied_to, token_ids
 from visitlens.kernels.errors import InputError
 
 
@@ -16,17 +19,27 @@ class Ouro(Family):
     """`steps` passes (the model's own number by default): set on the model, which reads it at each forward."""
 
     model_types = ("ouro",)
-    loops = "base_model.total_ut_steps"
+    mends = (tied_to("model.embed_tokens.weight"), token_ids, default_rope, mask_arguments, cache_sizes)
 
     def __init__(self, steps: int | None = None) -> None:
         if steps is not None and steps < 1:
             raise InputError(f"expected at least 1 pass, got {steps}")
         self.steps = steps
 
+    @contextmanager
+    def looping(self, model: Any, visits: int) -> Iterator[None]:
+        """Its code makes as many passes as the body says, and a cache for as many as the configuration says."""
+        with ExitStack() as undo:
+            holders: tuple[Any, Any] = self.body(model), model.config
+            for holder in holders:
+                undo.callback(setattr, holder, "total_ut_steps", holder.total_ut_steps)
+                holder.total_ut_steps = visits
+            yield
+
     def anatomy(self, model: Any) -> Anatomy:
         body: Any = self.body(model)
         if self.steps is not None:
-            body.total_ut_steps = self.steps
+            body.total_ut_steps = model.config.total_ut_steps = self.steps
         count = model.config.num_hidden_layers
         reads = pre_norm_reads(attn_write="input_layernorm_2", mlp_write="post_attention_layernorm_2")
         return Anatomy(

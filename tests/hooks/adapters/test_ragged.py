@@ -19,6 +19,7 @@ from visitlens.hooks.adapters.family import Anatomy, Family, Layer, Read, Visite
 from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.schema import GroupTotals
@@ -309,6 +310,11 @@ def test_pairs_of_routed_visits_by_hand(recursive: Any) -> None:
 
 def test_the_guards_of_routed_visits(recursive: Any) -> None:
     guards = {guard.name: guard for guard in check(recursive, TOKENS[:1])}
+    assert (
+        guards["cached generation"].ok is None and "looks at the whole sequence" in guards["cached generation"].detail
+    )
+    with pytest.raises(InputError, match="can't generate token by token: the choice looks at the whole sequence"):
+        capture_generation(recursive, TOKENS[:1, :6], 2, ["resid"])
     assert guards["observation"].ok and guards["attention rows"].ok and guards["documents"].ok, guards
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hooks.adapters.remote_code import modeling_tiny_huginn, modeling_tiny_ouro
+from tests.hooks.adapters.remote_code.mended import modeling_tiny_huginn, modeling_tiny_ouro
+from transformers import modeling_rope_utils
+from transformers.utils.generic import ModelOutput
 
 import visitlens as vl
 from visitlens.hooks.adapters.adapt import adapt
@@ -61,10 +64,33 @@ def test_a_folder_with_its_own_code_is_recorded(
     rec = vl.open(out)
     looped = [n for n, visits in rec.plan.visits.items() if visits > 1]
     assert rec.plan.visits[looped[0]] == 2 and rec.stat("stage_cosine").counts.all()  # type: ignore[union-attr]  # known
+    options = ("--metric", "text", "--text", words, "--steps", 2, "--trust-remote-code")
+    code, _, err = run("ablate", out, "--model", folder, *options)
+    assert code == 0, err
     code, _, err = run("record", folder, words, "--out", tmp_path / "n.vlens")
     assert code == 1 and "transformers can't load it" in err and "trust" in err
     code, text, _ = run("inspect", folder, "--trust-remote-code", "--no-checks")
     assert code == 0 and kind in text
+
+
+@pytest.mark.parametrize("kind", CODE)
+def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
+    kind: str, checkpoint: Callable[[str], tuple[Path, Any]], run: Run
+) -> None:
+    import transformers
+
+    before = [(place, dict(vars(place))) for place in (transformers.masking_utils, modeling_rope_utils, ModelOutput)]
+    folder, model = checkpoint(kind)
+    with pytest.raises((AttributeError, KeyError, TypeError)):
+        auto = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        auto(TOKENS)
+    for _ in range(2):  # once more in the same process: mended already
+        loaded = vl.load_model(folder, trust_remote_code=True)
+        assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
+    assert all(vars(place) == held for place, held in before)
+    code, out, err = run("inspect", folder, "--trust-remote-code", "--json")
+    guards = {guard["name"]: guard["ok"] for guard in json.loads(out)["guards"]}
+    assert code == 0 and guards["cached generation"] and guards["observation"], err
 
 
 def test_a_hub_name_is_the_same_from_the_cache(

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hooks.adapters.remote_code.modeling_tiny_huginn import TinyHuginn
-from tests.hooks.adapters.remote_code.modeling_tiny_ouro import TinyOuro
+from tests.hooks.adapters.remote_code.mended import TinyHuginn, TinyOuro
 from tests.hooks.adapters.remote_code.tiny_moeut import TinyMoEUT
 from torch import Tensor, nn
 
@@ -68,7 +67,7 @@ def test_the_guards_hold_and_the_order_is_the_one_by_hand(name: str) -> None:
     guards = {guard.name: guard for guard in check(model, TOKENS[:1])}
     assert guards["observation"].ok and guards["attention rows"].ok and guards["documents"].ok, guards
     assert guards["writes"].ok is (None if name == "huginn" else True), guards["writes"]
-    assert guards["cached generation"].ok is (True if name in ("huginn", "recursive") else None)
+    assert guards["cached generation"].ok is (None if name == "moeut" else True)
 
 
 @each
@@ -137,6 +136,10 @@ def test_loop_counts_of_models_that_read_theirs_when_they_run() -> None:
         assert {two.plan.visits[layer] for layer in model.plan.looped_layers} == {2}
         with capture(two, ["resid"]):
             assert not torch.equal(two(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
+        for visits in () if raw is TinyMoEUT else (2, before + 1):
+            changed = with_loop_count(model, visits)
+            tokens = capture_generation(changed, TOKENS[:, :7], 3, ["resid"]).tokens
+            assert torch.equal(changed(tokens)[:, 6:9].argmax(-1), tokens[:, 7:])  # type: ignore[index]  # a tensor
         assert torch.equal(model(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
 
 
@@ -188,7 +191,7 @@ def test_an_attention_that_goes_past_the_watched_one_is_no_empty_result() -> Non
     def past(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
         return torch._C._nn.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    model.body.layers[1].self_attn.forward = lambda hidden_states: (hidden_states, None)  # type: ignore[index]  # a list
+    model.body.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)  # type: ignore[index]  # a list
     with capture(model, ["Q"]), pytest.raises(PlanError, match=r"step 1 \(layer 1, visit 1\) ran and gave no 'Q'"):
         model(TOKENS)
 

@@ -123,10 +123,16 @@ def test_code_of_a_checkpoint_that_no_longer_runs_is_named(
     folder.mkdir()
     (folder / "modeling_old.py").write_text(CODE)
     names = {"AutoConfig": "modeling_old.OldConfig", "AutoModelForCausalLM": "modeling_old.OldModel"}
-    (folder / "config.json").write_text(json.dumps({"model_type": "huginn_raven", "auto_map": names}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "huginn_raven", "auto_map": names, "transformers_version": "4.47.1"})
+    )
     from safetensors.torch import save_file
 
     save_file({"x": nn.Parameter(torch.zeros(1)).data}, folder / "model.safetensors", {"format": "pt"})
     code, _, err = run("inspect", folder, "--trust-remote-code")
     said = err.replace("\n", " ")
-    assert code == 1 and "its own code doesn't run under transformers" in said and "transformers_version" in said
+    assert (
+        code == 1
+        and "its own code doesn't run under transformers" in said
+        and "pip install 'transformers==4.47.1'" in said
+    )

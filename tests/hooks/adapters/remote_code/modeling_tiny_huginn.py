@@ -1,17 +1,26 @@
 """The loop anatomy of Huginn as small as it can be, in a file as checkpoints bring their own. Not its code, not its weights.
 
-The order of layers, the norms and the names that the adapter relies on are those of the published code.
+The order of layers, the norms, the names that the adapter relies on and what it expects of transformers, as release 4.47 had
+it, are those of the published code: without `older_code` this file doesn't load.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class HuginnOutput(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: Any = None
 
 
 class HuginnCache:
@@ -68,10 +77,12 @@ class TinyHuginnConfig(PreTrainedConfig):
     block_size: int = 64
     mean_recurrence: int = 3
     padded_vocab_size: int = 61
+    tie_word_embeddings: bool = True
 
 
 class TinyHuginn(PreTrainedModel, GenerationMixin):
     config_class = TinyHuginnConfig
+    _tied_weights_keys: ClassVar = ["lm_head.weight"]
 
     def __init__(self, config: TinyHuginnConfig | None = None) -> None:
         super().__init__(config or TinyHuginnConfig())
@@ -82,6 +93,12 @@ class TinyHuginn(PreTrainedModel, GenerationMixin):
         rest = {"wte": nn.Embedding(61, 16), "adapter": nn.Linear(32, 16), "ln_f": nn.RMSNorm(16)}
         self.transformer, self.lm_head = nn.ModuleDict({**layers, **rest}), nn.Linear(16, 61, bias=False)
         self.post_init()
+
+    def get_input_embeddings(self) -> Any:
+        return self.transformer.wte
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
 
     def initialize_state(self, like: Tensor) -> Tensor:
         return nn.init.trunc_normal_(torch.randn_like(like), std=0.2, a=-0.6, b=0.6)
@@ -112,4 +129,4 @@ class TinyHuginn(PreTrainedModel, GenerationMixin):
         x, number = t.ln_f(x), 0
         for block in t.coda:
             x = block(x, positions, number := number - 1, cache)
-        return CausalLMOutputWithPast(logits=self.lm_head(t.ln_f(x)), cache=cache)
+        return HuginnOutput(logits=self.lm_head(t.ln_f(x)), past_key_values=cache)
