@@ -228,7 +228,7 @@ def _content(page: ModuleType, view: View) -> list[Any]:
     except VisitlensError as error:
         return [state(f"{page.TITLE}: not for this recording", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
-    return [html.Div(without_holes(cards), className="panels")]
+    return [html.Div(without_holes(cards), className="panels", id=f"page-{view.path.strip('/')}")]
 
 
 def without_holes(cards: list[Any]) -> list[Any]:
