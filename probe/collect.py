@@ -65,6 +65,9 @@ class StatisticsCollector:
         """Adds one batch; `groups [token]`. Returns the per-token scalars that level `tokens` keeps."""
         stored, additions = {}, []
         there = self._there(values)
+        of_batch = _Groups(groups, self.num_groups)
+        written = values.written if self.written else None
+        of_written = None if written is None else _Groups(groups[written], self.num_groups)
         for statistic in self.statistics:
             for name, token_values in statistic.per_token(values, self.geometry).items():
                 if name in self.left_out:
@@ -73,16 +76,15 @@ class StatisticsCollector:
                     token_values = token_values.only(~self._nowhere[name])
                 if there is not None and not token_values.everywhere:
                     token_values = token_values.only(self._at_both(self.measures[name], there))
-                additions.append((name, *_sum_by_group(token_values, groups, self.num_groups)))
-                if self.written and values.written is not None:
-                    only = token_values.of(values.written)
-                    additions.append((DECODE + name, *_sum_by_group(only, groups[values.written], self.num_groups)))
+                additions.append((name, *of_batch.sum(token_values)))
+                if of_written is not None and written is not None:
+                    additions.append((DECODE + name, *of_written.sum(token_values.of(written))))
                 if name in statistic.stored:
                     stored[name] = _with_nan(token_values)
             additions += [(name, *sums) for name, *sums in self._group_sums(statistic, values, groups, None)]
-            if self.written and values.written is not None:
-                written = self._group_sums(statistic, values, groups, values.written)
-                additions += [(DECODE + name, *sums) for name, *sums in written]
+            if written is not None:
+                of_these = self._group_sums(statistic, values, groups, written)
+                additions += [(DECODE + name, *sums) for name, *sums in of_these]
         for name, *arrays in additions:
             measure = self.measures[name.removeprefix(DECODE)]
             self._totals[name].add(GroupTotals(measure.to_attributes(), *(a.numpy() for a in arrays)))
@@ -170,21 +172,36 @@ class StatisticsCollector:
         return totals
 
 
-def _sum_by_group(token_values: TokenValues, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """total, count [group, *axes] and left_out, non_finite [*axes]."""
-    values = token_values.values.cpu()
-    finite = values.isfinite()
-    valid = finite if token_values.valid is None else finite & token_values.valid
-    left_out = torch.zeros(values.shape[1:], dtype=torch.int64)
-    if token_values.valid is not None:
-        left_out = (~token_values.valid).expand_as(values).sum(0)
-    non_finite = (~finite if token_values.valid is None else ~finite & token_values.valid).sum(0)
-    present, compact = groups.unique(return_inverse=True)  # a batch holds few of the groups
-    membership = torch.nn.functional.one_hot(compact, len(present)).T.double()
-    total, count = (torch.zeros(num_groups, *values.shape[1:], dtype=torch.float64) for _ in range(2))
-    total.flatten(1)[present] = membership @ values.double().masked_fill(~valid, 0.0).flatten(1)
-    count.flatten(1)[present] = membership @ valid.double().flatten(1)
-    return total, count, left_out, non_finite
+class _Groups:
+    """The groups of a batch's tokens, to sum over."""
+
+    def __init__(self, groups: Tensor, num_groups: int) -> None:
+        self.present, compact = groups.unique(return_inverse=True)  # a batch holds few of the groups
+        self.members = torch.nn.functional.one_hot(compact, len(self.present)).T.double()
+        self.num_groups = num_groups
+
+    def sum(self, token_values: TokenValues) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """total, count [group, *axes] and left_out, non_finite [*axes]."""
+        values = token_values.values.cpu()
+        shape = values.shape[1:]
+        nothing = torch.zeros(shape, dtype=torch.int64)
+        if token_values.valid is None:
+            total = self._spread(self.members @ values.double().flatten(1), shape)
+            if total.isfinite().all():  # so was every value
+                return total, self._spread(self.members.sum(1, keepdim=True), shape), nothing, nothing
+        finite = values.isfinite()
+        valid = finite if token_values.valid is None else finite & token_values.valid
+        left_out = nothing if token_values.valid is None else (~token_values.valid).expand_as(values).sum(0)
+        non_finite = (~finite if token_values.valid is None else ~finite & token_values.valid).sum(0)
+        summed = (self.members @ v.flatten(1) for v in (values.double().masked_fill(~valid, 0.0), valid.double()))
+        total, count = (self._spread(rows, shape) for rows in summed)
+        return total, count, left_out, non_finite
+
+    def _spread(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        """Rows of the groups that are there, among all groups."""
+        spread = torch.zeros(self.num_groups, *shape, dtype=torch.float64)
+        spread.flatten(1)[self.present] = rows
+        return spread
 
 
 def _with_nan(token_values: TokenValues) -> Tensor:
