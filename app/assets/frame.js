@@ -218,6 +218,7 @@
   }
 
   function maximise(panel) {
+    for (const other of document.querySelectorAll("[data-maximised]")) if (other !== panel) other.removeAttribute("data-maximised");
     panel.toggleAttribute("data-maximised"); // no class: React writes those anew
     window.dispatchEvent(new Event("resize"));
     const plot = panel.querySelector(".js-plotly-plot");
