@@ -181,7 +181,7 @@ def test_pin_keeps_a_panel_while_the_selection_changes_and_maximise_fills_the_wi
     box = visit.page.locator("#panel-by-layer").bounding_box()
     assert box["width"] > 1200 and box["height"] > 700
     visit.page.keyboard.press("Escape")
-    assert visit.page.locator(".maximised").count() == 0
+    assert visit.page.locator("[data-maximised]").count() == 0
 
 
 def test_theme_is_switched_kept_and_drawn_in_the_figures(visit) -> None:

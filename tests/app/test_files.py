@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -37,6 +38,9 @@ def test_each_format_is_saved_from_the_menu_and_opens(visit, tmp_path: Path, for
         assert visit.site.context.registry["looped"].run.provenance["recording"][:8].encode() in data
     elif format_ == "pdf":
         assert data.startswith(b"%PDF") and b"%%EOF" in data[-64:] and len(data) > 5000
+        streams = re.findall(rb"stream\r?\n(x.*?)endstream", data, re.DOTALL)
+        drawn = [zlib.decompressobj().decompress(stream)[:120] for stream in streams]
+        assert any(b"3.125 0 0 3.125 0 0 cm" in start for start in drawn), "the page is the picture, without a margin"
     elif format_ == "csv":
         assert data.startswith(b"# panel: Attention on the segment start") and b"visit 1,1,0," in data
     else:
