@@ -16,7 +16,7 @@ from threading import RLock
 from visitlens.hooks.fetch_cache import fetched_folder
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.schema import MANIFEST, SUMMARY
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.kernels.errors import InputError, RecordingError, StorageError
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid
 from visitlens.probe.opened import RecordedRun
@@ -209,6 +209,8 @@ def _opened(id_: str, place: Place, version: str) -> Entry:
 
 def without_folder(message: str, place: Place) -> str:
     """A message about a recording without the folder it lies in: who looks may be on another machine."""
-    fetched = re.escape(str(fetched_folder()))
-    folder = str(place).rpartition("/")[0]
-    return re.sub(rf"{fetched}/\w+/\w+/", "", message.replace(f"{folder}/", "") if folder else message)
+    if folder := str(place).rpartition("/")[0]:
+        message = message.replace(f"{folder}/", "")
+    with suppress(StorageError):  # no home, so no copies
+        message = re.sub(rf"{re.escape(str(fetched_folder()))}/\w+/\w+/", "", message)
+    return message

@@ -21,9 +21,10 @@ from pathlib import Path
 
 from visitlens.hooks import schema
 from visitlens.hooks.shards import storage_error
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, StorageError
 
 ADDRESS = "address"
+_TRIES = 100
 _HASH = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = r"(\.[0-9a-f]{8}\.tmp){0,2}"
 _HEAD = re.compile(rf"({re.escape(schema.MANIFEST)}|{re.escape(schema.SUMMARY)}){_TEMPORARY}")
@@ -31,8 +32,17 @@ _SHARD = re.compile(rf"w\d{{2,4}}-\d{{6,12}}\.h5{_TEMPORARY}")
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/visitlens`, by default below the home folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "visitlens"
+    """`$XDG_CACHE_HOME/visitlens`, by default below the home folder.
+
+    Raises:
+        StorageError: there is neither.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "visitlens"
+    except RuntimeError:  # a container's user without a name
+        raise StorageError(
+            errno.ENOENT, "expected a home folder to keep copies in, found none; set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 def fetched_folder() -> Path:
@@ -49,19 +59,19 @@ class InUse:
 
     def __init__(self, state: Path, address: str) -> None:
         self.state, self.address = state, address
-        while True:
+        for tries_left in reversed(range(_TRIES)):
             try:
                 state.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(state / ADDRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-            except FileNotFoundError:
-                continue  # emptied in between
             except OSError as error:
+                if error.errno == errno.ENOENT and tries_left:
+                    continue  # emptied in between
                 if error.errno in (errno.EACCES, errno.EROFS) and state.is_dir():
                     return  # what can only be read isn't emptied either
                 raise storage_error(error, state) from error
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if _is_at(descriptor, state / ADDRESS):
+            if _is_at(descriptor, state / ADDRESS) or not tries_left:
                 break
             os.close(descriptor)
         weakref.finalize(self, os.close, descriptor)
@@ -118,7 +128,7 @@ def empty(copy: Copy) -> bool:
             return False
         if _is_at(descriptor, copy.state / ADDRESS):
             inside = [*_folders(copy.state)]
-            for file in (*_files(copy.state), copy.state / ADDRESS):
+            for file in (*(file for file, _ in _files(copy.state)), copy.state / ADDRESS):
                 file.unlink(missing_ok=True)
             for folder in (*reversed(inside), copy.state, copy.state.parent):
                 with suppress(OSError):  # what isn't ours is in it
@@ -132,8 +142,7 @@ def empty(copy: Copy) -> bool:
 
 def total_bytes(found: Iterable[Copy]) -> int:
     """On the disk: states of a recording share the shards that they have in common."""
-    files = {(s.st_dev, s.st_ino): s.st_size for copy in found for s in map(os.lstat, _files(copy.state))}
-    return sum(files.values())
+    return sum({(s.st_dev, s.st_ino): s.st_size for copy in found for _, s in _files(copy.state)}.values())
 
 
 def _states() -> Iterator[Path]:
@@ -147,8 +156,8 @@ def _copy(state: Path) -> Copy | None:
     try:
         address = (state / ADDRESS).read_text(encoding="utf-8", errors="replace")
         files, used = [*_files(state)], (state / ADDRESS).stat().st_mtime
-        shards = sum(file.parent.name == schema.SHARDS for file in files)
-        return Copy(address, state, sum(file.lstat().st_size for file in files), shards, used)
+        shards = sum(file.parent.name == schema.SHARDS for file, _ in files)
+        return Copy(address, state, sum(about.st_size for _, about in files), shards, used)
     except OSError:
         return None
 
@@ -160,13 +169,14 @@ def _folders(state: Path) -> Iterator[Path]:
         yield from (inner for inner in _below(folder) if inner.name == schema.SHARDS)
 
 
-def _files(state: Path) -> Iterator[Path]:
+def _files(state: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Those that are visitlens' own, by name and kind; no link is followed."""
     for folder in _folders(state):
         pattern = _HEAD if folder.parent == state else _SHARD
         for file in _listed(folder):
             if file.is_file(follow_symlinks=False) and pattern.fullmatch(file.name):
-                yield Path(file.path)
+                with suppress(FileNotFoundError):  # a download that has just got its name
+                    yield Path(file.path), file.stat(follow_symlinks=False)
 
 
 def _below(folder: Path) -> list[Path]:

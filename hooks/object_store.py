@@ -113,5 +113,7 @@ class ObjectStore:
             raise StorageError(errno.ENOENT, f"{self.url}: {error}") from error
         except FileExistsError:
             raise
+        except PermissionError as error:  # s3fs' have no number
+            raise StorageError(errno.EACCES, f"{self.url}: {error}") from error
         except Exception as error:  # each kind of store has its own
             raise StorageError(getattr(error, "errno", None) or errno.EIO, f"{self.url}: {error}") from error

@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from visitlens.app.registry import Registry
+from visitlens.hooks import fetch_cache
 from visitlens.hooks.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
+from visitlens.kernels.errors import StorageError
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)
@@ -178,20 +181,27 @@ def copy_of(url: str, folder: Path) -> Path:
     return folder
 
 
-def test_readers_and_emptying_at_once(stored: str, local: tuple[Path, Path]) -> None:
+def test_readers_and_emptying_at_once(stored: str, local: tuple[Path, Path], tmp_path: Path) -> None:
+    there = (
+        f"file://{copy_of(stored, tmp_path / 'on-disk')}"  # readers in one process share a place in a file in memory
+    )
     expected, done, failed = Recording(local[0]).token_table()["id"], threading.Event(), list[BaseException]()
 
     def read() -> None:
         try:
             for _ in range(6):
-                recording = Recording(stored)
+                recording = Recording(there)
                 np.testing.assert_array_equal(recording.token_table()["id"], expected)
                 assert recording.totals
+                del recording
+                time.sleep(0.02)
         except BaseException as error:
             failed.append(error)
 
     def clear() -> None:
-        while not done.is_set():
+        last = False
+        while not last:
+            last = done.is_set()
             emptied.extend(copy for copy in copies() if empty(copy))
 
     emptied: list[object] = []
@@ -205,8 +215,53 @@ def test_readers_and_emptying_at_once(stored: str, local: tuple[Path, Path]) -> 
     assert not failed and emptied, failed
 
 
-def test_a_cache_that_can_not_be_made_is_one_error(run: Run, stored: str, tmp_path: Path) -> None:
+def test_a_cache_that_can_not_be_made_is_one_error(
+    run: Run, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "cache").write_text("")
-    code, _, err = run("info", stored)
-    assert code == 1 and err.count("error:") == 1 and str(tmp_path / "cache") in err
-    assert chosen() == [] and run("fetched", "--clear")[0] == 0
+    for place in (
+        str(tmp_path / "cache"),
+        "/proc/nowhere",
+    ):  # no folder is there; none can be made, for it "isn't there"
+        monkeypatch.setenv("XDG_CACHE_HOME", place)
+        code, _, err = run("info", stored)
+        assert code == 1 and err.count("error:") == 1 and place in err
+        assert chosen() == [] and run("fetched", "--clear")[0] == 0
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(
+    run: Run, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    for command in (("info", stored), ("fetched",)):
+        code, _, err = run(*command)
+        assert code == 1 and err.count("error:") == 1 and "set XDG_CACHE_HOME" in err
+    with pytest.raises(StorageError, match="set XDG_CACHE_HOME"):
+        Registry([stored])
+    (tmp_path / "broken.vlens").mkdir()
+    (tmp_path / "broken.vlens" / "manifest.json").write_text("{")
+    registry = Registry([tmp_path / "broken.vlens"])
+    (id_,) = registry.ids()
+    assert "broken.vlens" in registry[id_].error and str(tmp_path) not in registry[id_].error
+
+
+def test_what_is_renamed_while_it_is_listed_hides_no_copy(
+    run: Run, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = Recording(stored)
+    (recording.path / "shards/w00-000000.h5.0123abcd.tmp").write_text("a download")
+    listed = fetch_cache._listed
+
+    def then_renamed(folder: Path) -> list[os.DirEntry[str]]:
+        found = listed(folder)
+        for partial in folder.glob("*.tmp"):
+            partial.rename(partial.with_suffix(".h5"))
+        return found
+
+    monkeypatch.setattr(fetch_cache, "_listed", then_renamed)
+    code, out, _ = run("fetched")
+    assert code == 0 and out.startswith(f"{stored}  ") and out.splitlines()[-1].startswith("1 copy, ")

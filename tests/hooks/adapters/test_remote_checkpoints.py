@@ -161,13 +161,19 @@ def test_a_state_seed_is_refused_where_nothing_is_random(
 
 @pytest.mark.parametrize(
     "said",
-    [{"steps": 0}, {"steps": 10**9}, {"state_seed": True}, {"family": 5}, {"trust_remote_code": 1}, {"code": "x"}, []],
+    [
+        *[{"steps": 0}, {"steps": 10**9}, {"state_seed": True}, {"family": 5}, {"trust_remote_code": 1}, {"code": "x"}],
+        *["steps", [], {"steps": None, "tie_copies": False}],
+    ],
 )
 def test_what_a_recording_says_of_its_model_is_checked(said: Any) -> None:
     about = {"provenance": {"model_options": said}, "config": {"state_seed": 3}}
     rec: Any = SimpleNamespace(recording=SimpleNamespace(place="r.vlens", **about))
-    if not said:
-        assert as_recorded(rec, {"steps": 2, "state_seed": 3}) == {"steps": 2, "state_seed": 3}
+    if not said or "tie_copies" in said:
+        given = {"steps": 2, "state_seed": 3}
+        assert as_recorded(rec, {**given, "tie_copies": False}) == given
+        rec.recording.provenance = {"model_options": given}
+        assert as_recorded(rec, {"steps": None}) == given
         return
     with pytest.raises(InputError, match=r"r\.vlens: its model was read with options that this visitlens doesn't know"):
         as_recorded(rec, {})
