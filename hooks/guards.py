@@ -99,7 +99,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def _logits(model: AdaptedModel, tokens: Tensor, **options: Any) -> Tensor:
-    result = model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options})
+    with model.as_planned():
+        result = model.model(tokens, **{**model.family.call, **model.family.start(model.model, tokens), **options})
     return model.family.logits(result)
 
 
@@ -200,7 +201,7 @@ def _caching(model: AdaptedModel, tokens: Tensor) -> Guard:
     full = _observe(model, ["resid", "Q", "K"], tokens)
     sites, start = full.sites, tokens.shape[1] // 2
     worst, place, held = 0.0, "", {}
-    with capture(model, sites) as captured:
+    with capture(model, sites) as captured, model.as_planned():
         for first, last in [(0, start), *((i, i + 1) for i in range(start, tokens.shape[1]))]:
             state = model.family.start(model.model, tokens[:, first:last], first)
             result = model.model(tokens[:, first:last], **{**model.family.call, "use_cache": True, **state, **held})

@@ -6,7 +6,8 @@ import multiprocessing
 import os
 import sys
 import threading
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from typing import Any
 
 
 def context() -> BaseContext:
@@ -14,9 +15,26 @@ def context() -> BaseContext:
     threads, which don't survive a fork, start at the first computation. Elsewhere each starts afresh."""
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    forked = multiprocessing.get_context("forkserver")
+    forked = _Context()
     forked.set_forkserver_preload(["visitlens.probe.run"])
     return forked
+
+
+class _Process(ForkServerProcess):
+    """Has the environment of who asks for it; the server's is of when the server started (devices, credentials)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        super().run()
+
+
+class _Context(ForkServerContext):
+    Process = _Process
 
 
 def orphaned() -> bool:

@@ -90,7 +90,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         before, self.part, self.cache = self.cache, Part(index, *tokens.shape, first=True, whole=True), cache
         cache.broken = True
         try:
-            with self._looping(), self.family.running(self.model):
+            with self.as_planned():
                 options = {**self.family.call, **self.family.start(self.model, tokens, cache.length), "use_cache": True}
                 result = self.model(tokens.long(), **options, **cache.passed)
         finally:
@@ -107,8 +107,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         return Cache()
 
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
-        start = self.family.start(self.model, documents)
-        with self._looping(), self.family.running(self.model):
+        with self.as_planned():
+            start = self.family.start(self.model, documents)
             if return_type == "none":
                 self.body(documents, **self.family.call, **start)
                 return None
@@ -126,6 +126,12 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         if visits < 1:
             raise InputError(f"expected at least 1 loop, got {visits}")
         return AdaptedModel(self.model, self.family, visits)
+
+    @contextmanager
+    def as_planned(self) -> Iterator[None]:
+        """What every call of the model's own code is made in: it runs the steps of the plan."""
+        with self._looping(), self.family.running(self.model):
+            yield
 
     def _looping(self) -> AbstractContextManager[None]:
         return nullcontext() if self.visits is None else self.family.looping(self.model, self.visits)

@@ -118,7 +118,7 @@ class Family(ABC):
     """What the code that its checkpoints bring along needs under today's transformers (`older_code`)."""
 
     def running(self, model: nn.Module) -> AbstractContextManager[None]:
-        """What each forward runs in, for code that would otherwise cut gradients short."""
+        """What each forward runs in, for code that would otherwise cut gradients short or run other loops."""
         return nullcontext()
 
     @abstractmethod

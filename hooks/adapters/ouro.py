@@ -16,7 +16,7 @@ from visitlens.kernels.errors import InputError
 
 
 class Ouro(Family):
-    """`steps` passes (the model's own number by default): set on the model, which reads it at each forward."""
+    """`steps` passes (the model's own number by default): set on the model while a forward runs, which reads it there."""
 
     model_types = ("ouro",)
     mends = (tied_to("model.embed_tokens.weight"), token_ids, default_rope, mask_arguments, cache_sizes)
@@ -28,23 +28,30 @@ class Ouro(Family):
 
     @contextmanager
     def looping(self, model: Any, visits: int) -> Iterator[None]:
+        before, self.steps = self.steps, visits
+        try:
+            yield
+        finally:
+            self.steps = before
+
+    @contextmanager
+    def running(self, model: Any) -> Iterator[None]:
         """Its code makes as many passes as the body says, and a cache for as many as the configuration says."""
         with ExitStack() as undo:
             holders: tuple[Any, Any] = self.body(model), model.config
             for holder in holders:
                 undo.callback(setattr, holder, "total_ut_steps", holder.total_ut_steps)
-                holder.total_ut_steps = visits
+                holder.total_ut_steps = self.steps
             yield
 
     def anatomy(self, model: Any) -> Anatomy:
         body: Any = self.body(model)
-        if self.steps is not None:
-            body.total_ut_steps = model.config.total_ut_steps = self.steps
+        self.steps = self.steps or body.total_ut_steps
         count = model.config.num_hidden_layers
         reads = pre_norm_reads(attn_write="input_layernorm_2", mlp_write="post_attention_layernorm_2")
         return Anatomy(
             tuple(Layer((f"layers.{i}",), reads) for i in range(count)),
-            tuple([*range(count)] * body.total_ut_steps),
+            tuple([*range(count)] * self.steps),
             missing=NO_ROUTER,
             notes=(
                 "a norm closes each pass over the layers: residuals chain within a pass",

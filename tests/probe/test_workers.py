@@ -87,6 +87,14 @@ def test_a_process_begins_with_torch_loaded_and_computes_with_several_threads() 
         assert pool.submit(eval, two).result(60) == 600**3
 
 
+def test_a_process_has_the_environment_of_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials and devices are changed in a notebook while the server, once started, stays."""
+    for said in ("before", "after"):
+        monkeypatch.setenv("AWS_SESSION_TOKEN", said)
+        with ProcessPoolExecutor(1, mp_context=context()) as pool:
+            assert pool.submit(os.getenv, "AWS_SESSION_TOKEN").result(60) == said
+
+
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:
     for changes, says in (({"workers": 0}, "at least one worker"), ({"engine": "dask"}, "engine among process, ray")):
         with pytest.raises(InputError, match=says):

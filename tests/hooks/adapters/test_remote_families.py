@@ -133,6 +133,7 @@ def test_loop_counts_of_models_that_read_theirs_when_they_run() -> None:
         before, plain = model.plan.visits[model.plan.looped_layers[0]], model(TOKENS)
         assert torch.equal(with_loop_count(model, before)(TOKENS), plain)
         two = with_loop_count(model, 2)
+        assert all(guard.ok is not False for guard in check(two, TOKENS[:1]))
         assert {two.plan.visits[layer] for layer in model.plan.looped_layers} == {2}
         with capture(two, ["resid"]):
             assert not torch.equal(two(TOKENS), plain)  # type: ignore[arg-type]  # a tensor
@@ -183,6 +184,15 @@ def test_ouros_passes_can_be_set() -> None:
     with capture(model, ["resid"]) as values:
         model(TOKENS)
     assert values.plan.visits == {0: 2, 1: 2}
+
+    raw = seeded(TinyOuro)  # two readings of one model: neither changes the other, or the model
+    plain = raw(TOKENS).logits
+    four, two = adapt(raw), adapt(raw, steps=2)
+    assert len(adapt(raw).plan) == len(four.plan) == 8 and len(two.plan) == 4
+    for reading in (four, two, four):
+        assert torch.equal(reading(TOKENS), raw(TOKENS).logits) is (reading is four)
+        assert all(guard.ok is not False for guard in check(reading, TOKENS[:1]))
+    assert torch.equal(raw(TOKENS).logits, plain)
 
 
 def test_an_attention_that_goes_past_the_watched_one_is_no_empty_result() -> None:
