@@ -24,5 +24,7 @@ def pack(
 
     suffix = ".tar.zst" if find_spec("zstandard") else ".tar.gz"
     beside = Path(recording.rstrip("/").rpartition("/")[2] if is_url(recording) else recording)
+    if beside.name in ("", ".."):  # the folder that one is in
+        beside = beside.resolve()
     written = write(recording, out or beside.with_name(beside.name + suffix))
     typer.echo(f"{written}  ({readable_bytes(written.stat().st_size)})")

@@ -60,7 +60,9 @@ def files() -> set[str]:
     }
 
 
-def test_pack_takes_an_address(run: Run, stored: str, local: tuple[Path, Path], tmp_path: Path) -> None:
+def test_pack_takes_an_address(
+    run: Run, stored: str, local: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = run("pack", stored)
     packed = tmp_path / out.split("  ")[0]
     assert code == 0 and packed.name.startswith(f"{stored.rpartition('/')[2]}.tar.") and "fetched" in err
@@ -70,6 +72,9 @@ def test_pack_takes_an_address(run: Run, stored: str, local: tuple[Path, Path], 
     assert (tmp_path / "copy.vlens/manifest.json").read_bytes() == manifest
     code, _, err = run("pack", stored)
     assert code == 1 and "exists" in err and "fetched" not in err
+    monkeypatch.chdir(tmp_path / "copy.vlens")  # a recording that one is in is packed beside it
+    code, out, err = run("pack", ".")
+    assert code == 0 and out.startswith(f"{tmp_path.resolve()}/copy.vlens.tar."), err
     ObjectStore(stored).delete("shards/w00-000001.h5")
     code, _, err = run("pack", stored, "-o", tmp_path / "again.tar")
     assert code == 1 and f"{stored}: w00-000001.h5: missing" in err and not (tmp_path / "again.tar").exists()
