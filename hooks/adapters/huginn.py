@@ -78,14 +78,14 @@ class Huginn(Family):
             self.steps, self.call = before
 
     def start(self, model: Any, tokens: torch.Tensor, position: int = 0) -> dict[str, Any]:
-        if self._state is None or self._state.device != tokens.device:
-            like = next(model.parameters())
+        like, shape = next(model.parameters()), (1, model.config.block_size, model.config.n_embd)
+        held = self._state
+        if held is None or (held.shape, held.dtype, held.device) != (shape, like.dtype, tokens.device):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.state_seed)
-                zeros = torch.zeros(1, model.config.block_size, model.config.n_embd, dtype=like.dtype)
-                self._state = model.initialize_state(zeros).to(tokens.device)
-        assert self._state is not None
-        state = self._state[:, position : position + tokens.shape[1]]
+                held = model.initialize_state(torch.zeros(shape, dtype=like.dtype)).to(tokens.device)
+            self._state = held
+        state = held[:, position : position + tokens.shape[1]]
         # Without positions its code begins at 0, also behind a cache.
         places = {"cache_position": torch.arange(position, position + tokens.shape[1], device=tokens.device)}
         return {"input_states": state.expand(len(tokens), -1, -1), **(places if position else {})}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.huginn import Huginn
 from visitlens.hooks.adapters.moeut import MoEUT
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.generation import capture_generation
@@ -169,6 +170,10 @@ def test_huginns_initial_state_is_its_seeds_and_its_steps_are_the_callers() -> N
     state = torch.get_rng_state()
     adapt(raw)(TOKENS)
     assert torch.equal(state, torch.get_rng_state()), "nobody else's random numbers are touched"
+    family, double = Huginn(steps=3), seeded(TinyHuginn).double()
+    assert torch.equal(adapt(raw, family)(TOKENS), logits[0])  # type: ignore[arg-type]  # tensors
+    in_double = adapt(double, family)(TOKENS), adapt(double, steps=3)(TOKENS)
+    assert torch.equal(*in_double), "of another precision, drawn in it"  # type: ignore[arg-type]  # tensors
     with pytest.raises(InputError, match="at least 1 loop, got 0"):
         adapt(raw, steps=0)
     with pytest.raises(InputError, match="takes no option 'loops'; it takes steps, state_seed"):
