@@ -59,7 +59,9 @@ class InUse:
 
     def __init__(self, state: Path, address: str) -> None:
         self.state, self.address = state, address
-        for tries_left in reversed(range(_TRIES)):
+        tries_left = _TRIES
+        while True:
+            tries_left -= 1
             try:
                 state.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(state / ADDRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -304,7 +304,7 @@ def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tupl
 
 def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Where a recording comes from: hashes, versions, command, and what to be warned of."""
-    packages = ("visitlens", "torch", "transformer-lens", "h5py", "numpy", "tokenizers")
+    packages = ("visitlens", "torch", "transformers", "transformer-lens", "h5py", "numpy", "tokenizers")
     return {
         "checkpoint": request.checkpoint.resolve().name,
         "weights_sha256": weights_sha256(request.checkpoint),
