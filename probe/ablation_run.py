@@ -24,6 +24,7 @@ from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading import as_recorded
 from visitlens.probe.run import RunRequest, pack_text
 
 METRICS = ("dyck", "text")
@@ -114,35 +115,6 @@ def ablate_recording(
     return written
 
 
-def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
-    """How the recording's model is read: `given`, and the rest of what its provenance says (`steps`, `family` ...). That code may
-    run is nothing that a recording decides: `trust_remote_code` is only ever given.
-
-    Raises:
-        InputError: the two contradict each other, or it was read with options unknown here.
-    """
-    place, recorded = rec.recording.place, rec.recording.provenance.get("model_options") or {}
-    known = isinstance(recorded, Mapping) and all(name in _READ and _READ[name](v) for name, v in recorded.items())
-    if not known:
-        raise InputError(
-            f"{place}: its model was read with options that this visitlens doesn't know: {recorded!r:.200}"
-        )
-    says = {"state_seed": rec.recording.config.get("state_seed"), **recorded}
-    for name, value in given.items():
-        if name != "trust_remote_code" and says.get(name) not in (None, value):
-            option = name.replace("_", "-")
-            raise InputError(
-                f"{place}: its model was recorded with --{option} {says[name]}, not {value}: leave --{option} out to take it as "
-                "recorded, or record it so"
-            )
-    if recorded.get("trust_remote_code") and not given.get("trust_remote_code"):
-        raise InputError(
-            f"{place}: its model was read by running the Python files of the checkpoint. A recording isn't believed in that: read "
-            "them, and give --trust-remote-code again"
-        )
-    return {**recorded, **given}
-
-
 def ablate(
     model: Any, task: Task, *, metric: Metric = nll, metric_name: str = "loss", mode: str = "zero", **options: Any
 ) -> HeadAblation:
@@ -219,15 +191,6 @@ def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, 
     }
 
 
-_READ: dict[str, Callable[[Any], bool]] = {
-    "steps": lambda value: type(value) is int and 0 < value <= schema.MAX_STEPS,
-    "state_seed": lambda value: type(value) is int and 0 <= value < 2**63,
-    "family": lambda value: isinstance(value, str),
-    "context_length": lambda value: type(value) is int and value > 0,
-    "tie_copies": lambda value: value is True,
-    "trust_remote_code": lambda value: value is True,
-}
-"""Options of `load_model` that a recording may name, and which values it may say."""
 _TITLES = {"dyck": "Dyck target loss", "text": "text loss"}
 _MEANINGS = {
     "zero": "set to zero",

@@ -53,7 +53,7 @@ def test_a_checkpoint_that_cant_be_read_is_a_message(tmp_path: Path) -> None:
     service = LiveService(tmp_path)
     assert service.presets == ()
     state = service.jobs.wait(service.probe("tab", "ab"), LONG)
-    assert state.status == "failed" and "expected config.json with architecture" in state.message
+    assert state.status == "failed" and "a checkpoint folder holds config.json" in state.message
     service.jobs.close()
 
 

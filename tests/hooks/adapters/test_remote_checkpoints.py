@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 import visitlens as vl
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.kernels.errors import CheckpointError, InputError
-from visitlens.probe.ablation_run import as_recorded
+from visitlens.probe.reading import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]
 CODE = {
