@@ -145,7 +145,7 @@ def norms_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
         key="norms",
         title=f"Writes into the residual stream at token {chosen.at}",
         draw=lambda theme: norm_lines(run, chosen.at, theme),
-        caption=["Norm / sqrt(hidden size) of what each step adds, after the 1/r scale. n = 1 token; no interval."],
+        caption=[f"Norm / sqrt(hidden size) of what each step adds{_adds(run)}. n = 1 token; no interval."],
         data=lambda: {name: known(values[:, chosen.at]) for name, values in named.items()},
         rows=lambda: [
             {
@@ -201,6 +201,17 @@ def lens_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
         tools=tools,
         wide=True,
     )
+
+
+def _adds(run: LiveRun) -> str:
+    """What a write and an update are in this model, to go on a sentence."""
+    if "family" not in run.model["config"]:  # the native model
+        return ", after the 1/r scale"
+    if why := run.lacks("resid_out"):
+        return f". No update: {why}"
+    if why := run.lacks("sum of writes"):
+        return f"; the update is the residual out less that in, which isn't the sum of the writes: {why}"
+    return ""
 
 
 def known(values: Any) -> Any:

@@ -144,12 +144,14 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
         "y": step_labels(steps),
         "coloraxis": "coloraxis",
         "customdata": hovered,
-        "hovertemplate": "%{y} after %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
+        "hovertemplate": "%{y}, %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
     }
     if len(run) <= _MOST_WRITTEN:
         trace |= {"text": words, "texttemplate": "%{text}", "textfont": {"size": 11}}
     layout: dict[str, Any] = {
-        "xaxis": _cells(run.labels, "after token", _MOST_TICKS, slant=True),
+        "xaxis": _cells(
+            run.labels, "after token" if run.predicts_next else "in place of token", _MOST_TICKS, slant=True
+        ),
         "yaxis": _cells(step_labels(steps), STEP_AXIS, _MOST_TICKS) | {"autorange": "reversed"},
         "coloraxis": _colours("Cividis", 0.0, float(np.nanmax(lens.kl)), "KL, nats") | {"reversescale": True},
     }
