@@ -216,7 +216,8 @@ def _adds(run: LiveRun) -> str:
 
 def known(values: Any) -> Any:
     """Numbers as lists; None for what isn't there."""
-    return np.where(np.isnan(values), None, values.astype(np.float64)).tolist()
+    whole = np.asarray(values, dtype=np.float64)
+    return np.asarray(np.where(np.isnan(whole), None, whole)).tolist()  # type: ignore[call-overload]  # None among numbers
 
 
 def _largest(values: Any) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -126,7 +126,7 @@ class LiveModel:
             arrays, lens, through_coda = arrays_of(self.model, captured, batch), None, None
             if lensed:
                 states = self._forward.states(captured)
-                final = self._forward.read(batch, states[-1])
+                final = self._forward.read(batch, cast(Tensor, states[-1]))
                 end = torch.cat([final(some).float().log_softmax(-1) for some in self._chunks(tokens)])
                 lens = self._read(states, partial(self._forward.read, batch), end, top, progress)
                 if coda:
@@ -261,7 +261,9 @@ class LiveModel:
         answer = end.argmax(-1, keepdim=True)
         for step, state in enumerate(states):
             reader = None if state is None else read(state)
-            for tokens in self._chunks(len(end)) if reader else ():
+            for tokens in self._chunks(len(end)):
+                if reader is None:
+                    continue
                 here = reader(tokens).float().log_softmax(-1)
                 probability = here.exp()
                 best = probability.topk(lens.tokens.shape[-1], dim=-1)

@@ -24,9 +24,16 @@ def arrays_of(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor
     values = StepValues(captured, torch.zeros_like(batch))
     each, tokens = range(len(model.plan)), batch.shape[1]
 
+    def there(site: str, step: int) -> Tensor:
+        """NaN at tokens that halting or routing leaves out of the step; their queries and keys may still be at work."""
+        value, mask = values.site(site, step), values.visited(step)
+        if mask is None or site in ("Q", "K", "experts", "gates"):
+            return value
+        return value.masked_fill(~mask.to(value.device).view(-1, *[1] * (value.ndim - 1)), torch.nan)
+
     def stacked(site: str) -> Tensor:
         if site in captured.sites:
-            return torch.stack([values.site(site, step) for step in each])
+            return torch.stack([there(site, step) for step in each])
         shape = (len(each), tokens, *token_shape(site, model.config))  # of no experts: none
         return torch.full(shape, torch.nan if site not in ("experts", "gates") else 0.0, device=batch.device)
 

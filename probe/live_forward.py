@@ -68,8 +68,8 @@ def forward_of(model: Any) -> Forward:
 
 
 class NativeForward:
-    sites = _SITES
-    no_lens = ""
+    sites: tuple[str, ...] = _SITES
+    no_lens: str = ""
 
     def __init__(self, model: LoopedMoE) -> None:
         self.model = model

@@ -141,3 +141,23 @@ def test_the_page_says_what_a_family_lacks(
     panels += [scan_panel(view, live.find(scan, page.HeadScan))] + ([lens_panel(view, run, chosen)] if run.lens else [])
     for panel in panels:
         assert json_text(panel.data()) and panel.rows() and panel.draw(LIGHT).data
+
+
+@pytest.mark.parametrize("kind", ["halting", "recursive"])
+def test_tokens_left_out_of_a_visit_have_no_values_there(
+    kind: str, request: pytest.FixtureRequest, tokenizer: Tokenizer
+) -> None:
+    model = request.getfixturevalue(kind)
+    ids = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=[3, 9, 5, 7, 4, 6, 8]), decode=tokenizer.decode)
+    live = LiveModel(model, ids, name=kind)
+    run = live.run("seven tokens")
+    assert run.lens is None and "leaves tokens out of its visits" in run.lacks("lens")
+    layer = model.plan.looped_layers[0] if model.plan.looped_layers else 0
+    assert live.ablate(run, layer, 0, (1,)).kl() >= 0 and live.scan(run).places
+    assert live.ablate(run, layer, 0, (1,), "resample").logits.shape == run.logits.shape
+    visits = model.plan.visits[layer]
+    assert not np.isfinite(run.resid_rms[model.plan.step(layer, visits).index]).all() or visits == 1
+    chosen: Any = SimpleNamespace(layer=layer, head=0, visits=None if visits == 1 else (1, visits), at=3, coda=False)
+    view: Any = SimpleNamespace(path="/live", context=SimpleNamespace(checkpoint="c"))
+    for panel in (maps_panel(view, run, chosen, ()), norms_panel(view, run, chosen)):
+        assert json_text(panel.data()) and json_text(list(panel.rows())) and panel.draw(LIGHT).data
