@@ -163,6 +163,7 @@ def selector(label: str, parameter: str, choices: Iterable[tuple[str, str]], val
             html.Select(options, name=parameter, **attrs({"data-parameter": parameter, "data-value": value})),
         ],
         className="selector",
+        id=f"select-{parameter}",
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
@@ -37,6 +38,8 @@ _TYPES = {
 _MOST_ROWS = 1000
 _WIDTH = 900
 _LINE = 18
+_COUNTS = re.compile(r"\bn = [^;.]+")
+"""What a panel is of, in its caption: the recording's documents, or one of them, or a prompt."""
 _one_browser = Lock()
 """Pictures are drawn by one Chromium at a time, whatever the number of people."""
 
@@ -128,12 +131,8 @@ def titled(panel: Panel, view: View) -> go.Figure:
     below = (layout_.get("title", {}).get("subtitle") or {}).get("text", "")
     margin, height = layout_.get("margin", {}), layout_.get("height", 420)
     more = HEAD_MARGIN - margin.get("t", HEAD_MARGIN) + _LINE
-    if not below:
-        below = html.escape(
-            "n = " + f"{view.run.recording.documents:,} documents, {view.run.recording.tokens:,} tokens"
-            if view.run
-            else ""
-        )
+    if not below and (counts := _COUNTS.search(" ".join(panel.caption))):
+        below = html.escape(counts[0])
     return figure.update_layout(
         template=view.theme.template(),
         title=title_block(view.theme, panel.title, f"{below}<br>{note}"),

@@ -229,7 +229,7 @@ def _content(page: ModuleType, view: View) -> list[Any]:
         why = "not for this recording" if not isinstance(error, StorageError) else "can't be read now"
         return [state(f"{page.TITLE}: {why}", [said(error, view)], "partial")]
     cards = [panel_card(item, view) if isinstance(item, Panel) else item for item in items]
-    return [html.Div(without_holes(cards), className="panels")]
+    return [html.Div(without_holes(cards), className="panels", id=f"page-{view.path.strip('/')}")]
 
 
 def without_holes(cards: list[Any]) -> list[Any]:

@@ -72,7 +72,7 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
             ),
             dcc.Store(id="live-tab", storage_type="session"),
             dcc.Store(id="live-active", storage_type="session"),
-            dcc.Store(id="live-go"),
+            dcc.Store(id="live-go", data=None),  # said outright: a store that is told nothing takes back what it had
             dcc.Store(id="live-went"),
             dcc.Interval(id="live-tick", interval=_TICK_MS, disabled=True),
         ],

@@ -80,7 +80,7 @@ def lines(
     widest = max((len(part) for label in beside for part in label.split("<br>")), default=0)
     layout = {
         "xaxis": {"type": "category", "tickvals": every(names, 20), "title": {"text": x_title or LAYER_AXIS}},
-        "yaxis": {"title": {"text": escape(unit)}},
+        "yaxis": {"title": {"text": escape(unit)}, **_flat(traces)},
         "shapes": [{**dashed, "y0": level.value, "y1": level.value} for level in levels],
         "annotations": [
             {
@@ -102,6 +102,17 @@ def lines(
         "showlegend": len(drawn) > 1 or any(item.look == "steps" for item in drawn),
     }
     return plot(theme, traces, layout, height)
+
+
+def _flat(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The y axis of values that are one but for rounding: Plotly finds no end of ticks in a span of 1e-17."""
+    values = [y for trace in traces for y in trace["y"] if y is not None]
+    bars = [b for t in traces for side in ("array", "arrayminus") for b in t.get("error_y", {}).get(side) or () if b]
+    reach = max(map(abs, values), default=0.0)
+    if not values or max(values) - min(values) + max(bars, default=0.0) > 1e-9 * max(reach, 1e-3):
+        return {}
+    room = 0.1 * reach if reach > 1e-9 else 1.0
+    return {"range": [values[0] - room, values[0] + room]}
 
 
 def _mark_steps(theme: Theme, trace: dict[str, Any], steps: Sequence[Step]) -> list[dict[str, Any]]:

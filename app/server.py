@@ -230,6 +230,9 @@ def _routes(server: Flask, context: Context) -> None:
 
 
 def _callbacks(app: Dash, context: Context) -> None:
+    # An answer that comes after the next question is thrown away: while one is awaited, the watch asks nothing.
+    awaited: Any = [(Output("watch", "max_intervals"), 0, -1)]
+
     app.clientside_callback(
         ClientsideFunction("visitlens", "request"),
         Output("request", "data"),
@@ -256,6 +259,7 @@ def _callbacks(app: Dash, context: Context) -> None:
         Output("main", "data-version"),
         Input("request", "data"),
         prevent_initial_call=True,
+        running=awaited,
     )
     def _page(asked: dict[str, str]) -> tuple[Any, ...]:
         page = layout.render(context, str(asked.get("href", "")), str(asked.get("theme", "light")))
@@ -267,6 +271,7 @@ def _callbacks(app: Dash, context: Context) -> None:
         State("request", "data"),
         State("main", "data-version"),
         prevent_initial_call=True,
+        running=awaited,
     )
     def _watch(_: int, asked: dict[str, str] | None, shown: str | None) -> Any:
         if not asked:

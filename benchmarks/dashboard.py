@@ -109,7 +109,7 @@ class Server:
 
     def render(self, query: str, theme: str) -> None:
         """One answer of the page callback, as a browser asks for it."""
-        names = ("navigation.children", "bar.children", "main.children", "palette-entries.data", "title.data")
+        names = ("page-links.data", "bar.children", "main.children", "palette-entries.data", "title.data")
         names += ("watch.disabled", "main.data-version")
         body = {
             "output": f"..{'...'.join(names)}..",

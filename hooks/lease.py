@@ -80,12 +80,7 @@ class Lease:
         before = self._holder()
         if not before and self._put_new():
             return
-        if _is_dead(before) and not before.get("scattered"):
-            _log.info("%s: %s left its lease, and is dead: taking over", self.store.url, _name(before))
-            scratch = Path(str(before.get("scratch", "")))
-            if before.get("scratch") and scratch.is_dir():
-                wait_for_workers(scratch)
-        elif self._outlive(before):
+        if not self._is_left(before) and self._outlive(before):
             return
         if self._holder() == before:
             self.store.put(LEASE, self._sign(0))
@@ -93,8 +88,19 @@ class Lease:
         if (holder := self._holder()).get("owner") != self.owner:
             raise self._refused(holder)
 
+    def _is_left(self, before: dict[str, Any]) -> bool:
+        """Whether its writer is known to be dead; if so, the workers that it left on this machine have ended."""
+        if before.get("scattered") or not _is_dead(before):
+            return False
+        _log.info("%s: %s left its lease, and is dead: taking over", self.store.url, _name(before))
+        scratch = Path(str(before.get("scratch", "")))
+        if before.get("scratch") and scratch.is_dir():
+            wait_for_workers(scratch)
+        return True
+
     def _outlive(self, before: dict[str, Any]) -> bool:
-        """Waits for four beats without a sign of life; whether the lease was given up meanwhile, and is this one's now."""
+        """Waits for four beats without a sign of life, or for the writer's death; whether the lease was given up meanwhile, and is
+        this one's now."""
         until = datetime.now() + timedelta(seconds=4 * self.beat)
         _log.info(
             "%s: %s has the lease, or died without giving it up. Waiting until %s for a sign of life from it; without one this run "
@@ -109,6 +115,8 @@ class Lease:
                 return True
             if now != before:
                 raise self._refused(self._holder())
+            if self._is_left(before):
+                return False
         return False
 
     def _refused(self, holder: dict[str, Any]) -> StorageError:
@@ -157,13 +165,16 @@ def _is_dead(holder: dict[str, Any]) -> bool:
         return True
     except (OSError, OverflowError):
         return False
-    with suppress(OSError):
+    try:
         state, started = _state(pid)
-        return state == "Z" or started != holder.get("started")
-    return False
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # since the line before
+    except OSError:
+        return False
+    return state in "ZX" or started != holder.get("started")
 
 
 def _state(pid: int) -> tuple[str, str]:
-    """State (`Z`: ended, not yet waited for) and start in ticks since boot, of /proc/PID/stat."""
+    """State (`Z`: ended, not yet waited for; `X`: being waited for) and start in ticks since boot, of /proc/PID/stat."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], fields[19]

@@ -10,7 +10,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -29,6 +28,7 @@ from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.opened import open as open_recording
+from visitlens.probe.processes import context, end_with_parent
 from visitlens.probe.report import write_report
 
 STATE = "reproduce.json"
@@ -175,11 +175,11 @@ def _run_all(jobs: list[Job], workers: int | None, on_progress: Progress, finish
 
 def _run(jobs: list[Job], workers: int, on_progress: Progress, finished: Finished) -> list[Job]:
     """Returns the jobs that got no answer because a worker died."""
-    context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
+    beside = context()
     lost: list[Job] = []
-    manager, parent = SyncManager(ctx=context), (os.getpid(),)
-    manager.start(_end_with, parent)
-    with manager, ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with, initargs=parent) as pool:
+    manager = SyncManager(ctx=beside)
+    manager.start(end_with_parent)
+    with manager, ProcessPoolExecutor(workers, mp_context=beside, initializer=end_with_parent) as pool:
         progress = manager.Queue()
         waiting: dict[Future[tuple[float, str, str]], Job] = {pool.submit(_work, job, progress): job for job in jobs}
         try:
@@ -199,17 +199,6 @@ def _run(jobs: list[Job], workers: int, on_progress: Progress, finished: Finishe
                 worker.terminate()
             raise
     return lost
-
-
-def _end_with(parent: int) -> None:
-    """Ends this process with the one that started it, however that one ends."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, str]:

@@ -7,14 +7,13 @@ be killed at any instant: a shard is either committed, and then found, or made a
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from visitlens.hooks.contexts import PackedTokens
@@ -23,10 +22,9 @@ from visitlens.hooks.recorder import interrupt_between_contexts, open_ledger, to
 from visitlens.hooks.schema import SHARDS
 from visitlens.hooks.shards import sole_writer
 from visitlens.kernels.errors import RecordingError, VisitlensError
+from visitlens.probe.processes import context, orphaned
 
 if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
-
     from visitlens.probe.run import PreparedRun, RunRequest
 
 MAX_ATTEMPTS = 3
@@ -56,7 +54,7 @@ def record_with_workers(prepared: PreparedRun, on_progress: Callable[[int, int],
 @dataclass
 class _Worker:
     number: int
-    process: SpawnProcess
+    process: BaseProcess
     pipe: Connection
     task: ShardTask | None = None
     tokens: int = 0
@@ -116,11 +114,11 @@ class _Crew:
                 worker.process.join()
 
     def _hire(self, number: int) -> _Worker:
-        context = multiprocessing.get_context("spawn")  # torch's threads don't survive a fork
-        ours, theirs = context.Pipe()
+        beside: Any = context()
+        ours, theirs = beside.Pipe()
         request = replace(self.prepared.request, threads=self.prepared.request.threads or 1)
-        arguments = (theirs, request, self.prepared.contexts, self.ledger.run, number, os.getpid())
-        process = context.Process(target=_work, args=arguments, name=f"visitlens-w{number:02d}", daemon=True)
+        arguments = (theirs, request, self.prepared.contexts, self.ledger.run, number)
+        process = beside.Process(target=_work, args=arguments, name=f"visitlens-w{number:02d}", daemon=True)
         process.start()
         theirs.close()
         return _Worker(number, process, ours)
@@ -191,16 +189,14 @@ class _DriverGone(Exception):
     pass
 
 
-def _work(
-    pipe: Connection, request: RunRequest, contexts: PackedTokens, run: dict[str, Any], number: int, driver: int
-) -> None:
+def _work(pipe: Connection, request: RunRequest, contexts: PackedTokens, run: dict[str, Any], number: int) -> None:
     """The life of a worker. It ends with its driver: an orphan commits nothing."""
     from visitlens.probe.run import PreparedRun
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it and says when to stop
 
     def check_driver() -> None:
-        if os.getppid() != driver:
+        if orphaned():
             raise _DriverGone
 
     def tell(tokens: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: threads that wait for busy cores burn them
 torch.set_num_threads(1)
 settings.register_profile("visitlens", deadline=None)  # a busy machine is no failure
 settings.load_profile("visitlens")
@@ -33,6 +35,22 @@ VOCABULARY = 61
 BOS, EOS, PAD = 0, 1, 2
 LENGTHS = (1, 2, 8, 9, 70, 3, 17, 1, 30, 2, 12, 9)
 """Of the documents of `make_text`, BOS and EOS included: alone, at the edges of top-8, and longer than the context."""
+
+
+LONG = (
+    "test_notebooks.py",
+    "test_ladder_commands.py",
+    "test_train.py",
+    "test_workers.py",
+    "test_ranks.py",
+    "test_cli.py",
+)
+"""Files with the longest tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest begin, so that no core is left with one of them at the end."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")

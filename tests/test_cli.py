@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -223,15 +222,15 @@ def test_a_full_disk_is_one_clear_error_and_the_run_can_go_on(run, checkpoints, 
     assert run("record", checkpoints["looped"], text, "--out", out)[0] == 0
 
 
-def test_no_chromium_is_a_warning_and_html_and_json_are_still_written(checkpoints, text, tmp_path) -> None:
+def test_no_chromium_is_a_warning_and_html_and_json_are_still_written(
+    run, checkpoints, text, tmp_path, monkeypatch
+) -> None:
     out = tmp_path / "run.vlens"
-    environment = {**os.environ, "BROWSER_PATH": "/nonexistent/chromium"}
-    command = [sys.executable, "-m", "visitlens"]
-    subprocess.run([*command, "record", checkpoints["looped"], text, "--out", out], check=True, capture_output=True)
-    figures = [*command, "figures", out, "--out", tmp_path / "figures", "--only", "sink-heads"]
-    result = subprocess.run(figures, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr.count("warning:") == 1 and "hromium" in result.stderr
+    assert run("record", checkpoints["looped"], text, "--out", out)[0] == 0
+    monkeypatch.setenv("BROWSER_PATH", "/nonexistent/chromium")
+    code, _, err = run("figures", out, "--out", tmp_path / "figures", "--only", "sink-heads")
+    assert code == 0, err
+    assert err.count("warning:") == 1 and "hromium" in err
     assert (tmp_path / "figures" / "sink-heads.html").is_file()
     assert (tmp_path / "figures" / "sink-heads.json").is_file()
     assert not (tmp_path / "figures" / "sink-heads.png").exists()

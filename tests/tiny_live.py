@@ -21,7 +21,7 @@ PROMPT = "The visit <b>sees</b>\nthe token; näive."
 TYPED = "Two visits.\nOne head!"
 """22 tokens with BOS, as a person types them."""
 HOSTILE = '<img src=x onerror="window.hurt=1"><b>bold</b>&lt;br&gt;\n{{7*7}}</script>'
-LONG = 60.0
+LONG = 300.0
 """Seconds that a job may take on a busy machine."""
 _SPECIAL = ["<bos>", "<eos>", "<pad>"]
 

@@ -29,8 +29,14 @@
     const box = waiting.find(inSight) || waiting[0];
     const figure = JSON.parse(box.dataset.figure);
     drawn.set(box, box.dataset.figure);
+    figure.layout.uirevision = window.location.href; // a zoom stays while the same page is drawn again
     const plot = box.firstChild || box.appendChild(document.createElement("div"));
-    const done = () => { attach(box.parentElement, plot); box.dataset.drawn = "yes"; };
+    const done = () => {
+      attach(box.parentElement, plot);
+      if (box.closest("[data-maximised]")) window.Plotly.Plots.resize(plot);
+      resume(box.parentElement, plot);
+      box.dataset.drawn = "yes";
+    };
     window.Plotly.react(plot, figure.data, figure.layout, JSON.parse(box.dataset.config)).then(done).catch(console.error).then(() => {
       const more = waiting.some((other) => other !== box && inSight(other));
       if (more) turn = window.setTimeout(next, 0); else idle(next);
@@ -72,6 +78,15 @@
   function hidden(chart, plot) {
     const box = plot.querySelector(".plot-container");
     if (box && !box.hasAttribute("aria-hidden")) box.setAttribute("aria-hidden", "true");
+  }
+
+  // A chart that is drawn anew: the keyboard's cursor says what is there now, and the scrubber stands at the earlier visit again.
+  function resume(chart, plot) {
+    const at = chart.visitlensAt, trace = at && plot._fullData[at.trace];
+    if (trace && at.column < trace.x.length && (at.row === undefined || at.row < trace.y.length)) show(chart, at, true);
+    else { chart.visitlensAt = null; clear(chart); }
+    const scrubber = chart.parentElement.querySelector(".scrubber");
+    if (scrubber) { scrubber.value = 0; chart.parentElement.querySelector(".scrubber-at").textContent = "earlier visit"; }
   }
 
   // A place is a trace with a row and column (maps) or a point.

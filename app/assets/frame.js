@@ -112,7 +112,6 @@
     }
     const page = window.location.pathname;
     if (last && last !== page) {
-      if (!vl.restore()) document.body.classList.remove("has-maximised"); // its panel went with its page
       window.scrollTo(0, 0);
       document.getElementById("main").focus({ preventScroll: true });
       vl.announce(title);
@@ -219,18 +218,15 @@
   }
 
   function maximise(panel) {
-    const on = !panel.classList.contains("maximised");
-    for (const other of document.querySelectorAll(".panel.maximised")) other.classList.remove("maximised");
-    panel.classList.toggle("maximised", on);
-    document.body.classList.toggle("has-maximised", on);
+    for (const other of document.querySelectorAll("[data-maximised]")) if (other !== panel) other.removeAttribute("data-maximised");
+    panel.toggleAttribute("data-maximised"); // no class: React writes those anew
     window.dispatchEvent(new Event("resize"));
     const plot = panel.querySelector(".js-plotly-plot");
     if (plot) window.Plotly.Plots.resize(plot);
   }
   vl.restore = function () {
-    const panel = document.querySelector(".panel.maximised");
+    const panel = document.querySelector("[data-maximised]");
     if (panel) maximise(panel);
-    return Boolean(panel);
   };
 
   // A pinned panel stays as it is while the selection changes.

@@ -12,6 +12,7 @@ from visitlens.app.context import View, routed
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
 from visitlens.app.plots import Plot, one_map
+from visitlens.probe.figures.drawing import written
 from visitlens.probe.figures.pair import describe as describe_run
 from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.series import with_interval
@@ -85,7 +86,7 @@ def grid_panel(view: View) -> Panel:
             unit=chosen.unit,
             height=150 + 44 * len(levels),
         )
-        drawn["data"][0]["texttemplate"] = "%{z:.3f}"
+        drawn["data"][0] |= written(values.tolist(), 3)
         pale = {"text": "missing", "showarrow": False, "font": {"size": 11, "color": theme.muted}}
         gone = zip(*np.nonzero(np.isnan(values)), strict=True)
         drawn["layout"]["annotations"] = [{**pale, "x": scales[j], "y": levels[i]} for i, j in gone]

@@ -180,9 +180,15 @@ def heat_trace(
         "ygap": 1 if most <= 24 else 0,
     }
     if most <= 12:
-        digits = "%{z:.2f}" if largest(entry["values"]) >= 0.2 else "%{z:.3f}"
-        trace |= {"texttemplate": digits, "textfont": {"size": 11 if most <= 10 else 9}}
+        trace |= written(entry["values"], 2 if largest(entry["values"]) >= 0.2 else 3)
+        trace["textfont"] = {"size": 11 if most <= 10 else 9}
     return trace
+
+
+def written(values: Sequence[Sequence[float | None]], places: int) -> dict[str, Any]:
+    """What writes a heat map's values in its cells: with a minus sign, where Plotly's own formats have a hyphen, and no sign at 0."""
+    texts = [["" if v is None or v != v else f"{v:z.{places}f}".replace("-", "−") for v in row] for row in values]
+    return {"text": texts, "texttemplate": "%{text}"}
 
 
 @cache
@@ -267,7 +273,7 @@ def cell_map(
             y=y,
             coloraxis=coloraxis,
             customdata=bounds,
-            texttemplate="%{z:.2f}",
+            **written(values, 2),
             textfont={"size": 12},
             hovertemplate=hover("%{x}, S = %{y}", "%{z:.4f}", known) + "<extra></extra>",
             xgap=2,

@@ -21,6 +21,8 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _SECONDS = 120.0
 """For the browser to start, and for each picture; a busy machine needs many."""
 _PNG_SCALE = 2
+_WHOLE_PAGE = "<style>@page { margin: 0 } img { display: block }</style>"
+"""A PDF's page is the picture: Kaleido prints with a white margin, over which right and bottom of the picture fall off."""
 
 
 def find_browser() -> str | None:
@@ -58,10 +60,11 @@ async def _render(jobs: Sequence[tuple[go.Figure, str]], results: Queue[bytes | 
     level = log.level
     log.setLevel(logging.CRITICAL)  # it logs the browser's good-bye as a broken message, with a traceback
     try:
-        from kaleido import Kaleido
+        from kaleido import Kaleido, PageGenerator
 
-        # MathJax would be loaded from a CDN, and our labels hold no TeX.
-        browser = Kaleido(path=find_browser(), mathjax=False, timeout=_SECONDS)
+        page = PageGenerator(mathjax=False)  # it would be loaded from a CDN, and our labels hold no TeX
+        page.header += _WHOLE_PAGE
+        browser = Kaleido(path=find_browser(), page_generator=page, timeout=_SECONDS)
         await asyncio.wait_for(browser.open(), _SECONDS)
         try:
             for figure, format_ in jobs:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -21,6 +20,7 @@ from visitlens.probe.grid import SIDES, Grid, GridCell
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan
 from visitlens.probe.ladder.train import Cadence, Recipe, train
+from visitlens.probe.processes import context
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "training.json")
 JobProgress = Callable[[str, int, int, float], None]
@@ -128,7 +128,7 @@ def train_grid(
                 job.run(on_progress)
                 write_grid(plan, out)
             continue
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context(), max_tasks_per_child=1) as pool:
             running = {pool.submit(job.run): job for job in round_}
             try:
                 for future in as_completed(running):

@@ -205,7 +205,7 @@ class Visitor:
             }""",
             [trace, at],
         )
-        for step in range(50):
+        for step in range(600):
             self.page.mouse.move(x - 3 * (step % 2), y)
             self.page.wait_for_timeout(50)
             boxes = [box for cursor in chart.locator(".cell-cursor").all() if (box := cursor.bounding_box())]

@@ -22,9 +22,16 @@ def test_axe_finds_nothing_serious_on_any_page_light_and_dark(meet, site) -> Non
 
 
 @pytest.mark.parametrize(
-    ("link", "panel"), [("layers?run=looped", "by-layer"), ("tokens?run=looped&token=5", "by-token")]
+    ("link", "panel", "width"),
+    [
+        ("layers?run=looped", "by-layer", 1280),
+        ("tokens?run=looped&token=5", "by-token", 1280),
+        ("tokens?run=looped&token=5&layer=1&head=2", "by-token", 400),
+    ],
 )
-def test_nothing_moves_while_a_page_loads(visit, link: str, panel: str) -> None:
+def test_nothing_moves_while_a_page_loads(meet, site, link: str, panel: str, width: int) -> None:
+    visit = meet(site)
+    visit.page.set_viewport_size({"width": width, "height": 800})
     visit.page.add_init_script(
         "window.shift = 0; new PerformanceObserver((l) => { for (const e of l.getEntries()) if (!e.hadRecentInput) window.shift += e.value; })"
         ".observe({ type: 'layout-shift', buffered: true });"

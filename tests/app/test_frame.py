@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from visitlens.app import export, layout
+from visitlens.app import export, layout, plots
 from visitlens.app.attention import changed_keys, context_starts
 from visitlens.app.commands.app import clean_prefix
 from visitlens.app.components import shown
@@ -344,3 +345,19 @@ def test_prefixes() -> None:
     for bad in ("/a b/", "/../", "/<x>/"):
         with pytest.raises(InputError, match="prefix"):
             clean_prefix(bad)
+
+
+def test_values_that_are_one_but_for_rounding_have_an_axis_with_ends(looped_recording) -> None:
+    stat = looped_recording.both_visits("expert_load")[0].mean("expert")
+    flat = plots.lines(LIGHT, [plots.Line("visit 1", stat, 1)], "share")["layout"]["yaxis"]["range"]
+    share = stat.values[0]  # the chosen experts of all, in every layer
+    assert np.ptp(stat.values) < 1e-6 and flat == pytest.approx([0.9 * share, 1.1 * share])
+    assert plots._flat([{"y": [1e-17, -2e-17, None]}]) == {"range": pytest.approx([-1.0, 1.0])}
+    assert plots._flat([{"y": [0.1, 0.2]}]) == {} == plots._flat([{"y": []}])
+
+
+def test_a_file_says_what_its_panel_is_of(context: Context) -> None:
+    view = view_of(context, "/tokens", "run=looped&token=5")
+    panel = layout.find_panel(find_page("/tokens"), view, "by-token")
+    below = export.titled(panel, view).layout.title.subtitle.text
+    assert re.match(r"n = \d+ tokens of one document, layer \d<br>looped, recording", below), below

@@ -49,7 +49,7 @@ def test_a_maximised_panel_and_the_palette_do_not_outlive_their_page(visit) -> N
     assert visit.page.evaluate("getComputedStyle(document.body).overflow") == "hidden"
     visit.open("provenance?run=looped")
     visit.page.wait_for_function("() => getComputedStyle(document.body).overflow === 'visible'")
-    assert visit.page.locator(".maximised").count() == 0
+    assert visit.page.locator("[data-maximised]").count() == 0
     visit.page.keyboard.press("Control+k")
     visit.page.go_back()
     visit.page.wait_for_url("**/layers?**")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from tests.hooks.hostile import HOSTILE, compiled_plugin
 
 import visitlens
 from visitlens.hooks import schema
@@ -27,8 +27,6 @@ from visitlens.hooks.validate import check_file
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.opened import RecordedRun
 
-MADE = runpy.run_path(str(Path(__file__).with_name("hostile.py")))
-HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = MADE["HOSTILE"]
 MAX_SECONDS, MAX_MEGABYTES = 2, 200
 
 CHILD = """
@@ -80,7 +78,7 @@ def refusals(valid: Path, tmp_path_factory) -> dict[str, dict[str, Any]]:
         paths[name] = root / name / "shard.h5"
         shutil.copy(first_shard(valid), paths[name])
         build(paths[name])
-    library = MADE["compiled_plugin"](root)
+    library = compiled_plugin(root)
     environment = {**os.environ, "PYTHONPATH": str(Path(visitlens.__file__).parents[1]), "HDF5_PLUGIN_PATH": str(root)}
     found: dict[str, dict[str, Any]] = {"": {"library": library, "loaded": root / "loaded", "environment": environment}}
     left = list(paths)
@@ -88,7 +86,7 @@ def refusals(valid: Path, tmp_path_factory) -> dict[str, dict[str, Any]]:
         command = [sys.executable, "-c", CHILD, str(first_shard(valid)), *(str(paths[name]) for name in left)]
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            out, errors = child.communicate(timeout=120)
+            out, errors = child.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             child.kill()
             out, errors = child.communicate()

@@ -98,46 +98,58 @@ def test_a_summary_of_another_moment_than_the_manifest_is_not_believed(
     assert_same(url, local, tmp_path / "pulled.vlens")
 
 
-def test_a_second_writer_is_refused_and_a_dead_one_replaced(put, url: str, local: Recording, tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_and_a_dead_one_replaced(
+    put, url: str, local: Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ObjectStore(url)
-    with Lease(store) as lease:
-        with pytest.raises(StorageError, match="another process is writing this recording"):
-            put()
-        lease.check()
+    with monkeypatch.context() as slow:
+        slow.setattr(Lease, "beat", 1.0)  # so that a busy machine renews it in time
+        with Lease(store) as lease:
+            with pytest.raises(StorageError, match="another process is writing this recording"):
+                put()
+            lease.check()
     assert store.sizes() == {}
     store.put(LEASE, json.dumps({"owner": "killed", "beat": 3}).encode())  # nobody renews it
     put()
     assert_same(url, local, tmp_path / "pulled.vlens")
 
 
-def test_of_many_that_replace_a_dead_writer_one_has_it(url: str) -> None:
+def test_of_many_that_replace_a_dead_writer_one_has_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "beat", 1.0)  # a quarter of it is what they let each other write in
     ObjectStore(url).put(LEASE, json.dumps({"owner": "killed", "beat": 3}).encode())
     came_in: list[int] = []
-    together = threading.Barrier(4)
+    refused: list[int] = []
+    together, decided = threading.Barrier(4), threading.Event()
 
     def try_it(number: int) -> None:
         together.wait()
         try:
             with Lease(ObjectStore(url)):
                 came_in.append(number)
-                threading.Event().wait(1.5)
+                decided.wait(60)
         except StorageError:
-            pass
+            refused.append(number)
+        if len(refused) == 3:
+            decided.set()
 
     threads = [threading.Thread(target=try_it, args=(n,)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(came_in) == 1
+    assert len(came_in) == 1 and len(refused) == 3
 
 
-def test_a_writer_that_was_replaced_commits_nothing_more(put, url: str) -> None:
-    store = ObjectStore(url)
+def test_a_writer_that_was_replaced_commits_nothing_more(put, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, renew, noticed = ObjectStore(url), Lease._renew, threading.Event()
+    monkeypatch.setattr(Lease, "_renew", lambda lease: (renew(lease), noticed.set()))
 
     def take_over(done: int, total: int) -> None:
-        store.put(LEASE, json.dumps({"owner": "another", "beat": 0}).encode())
-        threading.Event().wait(0.4)
+        for _ in range(300):  # a sign of life on its way may still come after it
+            store.put(LEASE, json.dumps({"owner": "another", "beat": 0}).encode())
+            if noticed.wait(0.2):
+                return
+        pytest.fail("the writer never noticed")
 
     with pytest.raises(StorageError, match="another process has taken this recording over"):
         put(take_over)

@@ -10,7 +10,7 @@ import pytest
 
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.base import Figure, find, panel_series, registered
-from visitlens.probe.figures.drawing import cell_grid, subtitle
+from visitlens.probe.figures.drawing import cell_grid, subtitle, written
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid, pair_grid
 from visitlens.probe.figures.series import csv_rows
@@ -169,3 +169,7 @@ def test_paths_that_make_no_grid_are_refused(
         pair_grid([tmp_path])
     with pytest.raises(InputError, match="one grid alone"):
         pair_grid([tmp_path, looped])
+
+
+def test_cells_have_a_minus_sign_and_no_sign_at_zero() -> None:
+    assert written([[-0.114, None], [-0.001, float("nan")]], 2)["text"] == [["−0.11", ""], ["0.00", ""]]

@@ -36,8 +36,8 @@ def test_no_process_outlives_a_run_that_is_stopped(number: signal.Signals, tmp_p
     workers = psutil.Process(run.pid).children(recursive=True)
     assert len(workers) >= 2
     run.send_signal(number)
-    rest = run.communicate(timeout=60)[1]
-    _, living = psutil.wait_procs(workers, timeout=30)
+    rest = run.communicate(timeout=300)[1]
+    _, living = psutil.wait_procs(workers, timeout=120)
     assert not living
     if number == signal.SIGTERM:
         assert run.returncode == 128 + number and "Traceback" not in rest and "leaked" not in rest, rest

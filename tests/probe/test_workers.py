@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from visitlens.hooks.shards import readable_bytes
 from visitlens.hooks.validate import validate
 from visitlens.kernels.errors import InputError, StorageError
 from visitlens.probe.bundled import PAIR, SAMPLE
+from visitlens.probe.processes import context
 from visitlens.probe.run import PreparedRun, RunRequest, plan_recording
 
 
@@ -74,6 +77,14 @@ def test_a_killed_worker_a_second_writer_and_ctrl_c_lose_nothing(single: Recordi
     assert_same(single, whole)
     assert validate(out).exit_code == 0 and not list(out.rglob("*.tmp"))
     assert {shard["name"]: shard["sha256"] for shard in whole.shards}.items() >= kept.items()
+
+
+def test_a_process_begins_with_torch_loaded_and_computes_with_several_threads() -> None:
+    """Also where this one has used its own threads, which don't survive a fork."""
+    two = "(t := __import__('torch')).set_num_threads(2) or float((t.ones(600, 600).double() @ t.ones(600, 600).double()).sum())"
+    with ProcessPoolExecutor(1, mp_context=context()) as pool:
+        assert pool.submit(eval, "'torch' in __import__('sys').modules").result(60) == (sys.platform == "linux")
+        assert pool.submit(eval, two).result(60) == 600**3
 
 
 def test_impossible_requests_are_refused(tmp_path: Path) -> None:

@@ -6,17 +6,21 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
@@ -25,6 +29,7 @@ from visitlens.probe.ladder.corpus import Corpus, prepare
 from visitlens.probe.ladder.documents import Document
 from visitlens.probe.ladder.train import Cadence, train
 from visitlens.probe.ladder.trainer import DECAYED_TO, Recipe, Trainer
+from visitlens.probe.processes import context
 
 TOKENIZER = PAIR["looped"] / "tokenizer.json"
 CADENCE = Cadence(log_updates=2, checkpoint_updates=3, checkpoint_tokens=100, final_tokens=300, dyck_prompts=2)
@@ -217,27 +222,25 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_killed_process_resumes_to_the_same_bits(
-    corpus: Corpus, config_file: Path, finished: Path, tmp_path: Path
+    run: Callable[..., tuple[int, str, str]], corpus: Corpus, config_file: Path, finished: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
     killed = subprocess.Popen(
         [sys.executable, *command(corpus, config_file, out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (out / "stable.safetensors").is_file() and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert (out / "stable.safetensors").is_file() and not (out / "tokens-6000" / "training.json").is_file()
-    done = subprocess.run(
-        [sys.executable, *command(corpus, config_file, out)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(out / "tokens-6000")
+    code, said, err = run(*command(corpus, config_file, out)[2:])
+    assert code == 0, err
+    assert said.strip() == str(out / "tokens-6000")
     assert same(weights(out / "tokens-6000"), weights(finished / "tokens-6000"))
 
 
-def in_two_processes(*arguments: str) -> None:
+def by_torchrun(*arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
         capture_output=True,
@@ -248,6 +251,32 @@ def in_two_processes(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def command_line(*arguments: str) -> None:
+    sys.argv = ["visitlens", *arguments]
+    main()
+
+
+def as_rank(rank: int, port: int, work: Callable[..., object], *arguments: object) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    work(*arguments)
+
+
+def in_two_processes(work: Callable[..., object], *arguments: object) -> None:
+    """What torchrun makes of two processes, with torch loaded already."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    beside: Any = context()
+    ranks = [beside.Process(target=as_rank, args=(rank, port, work, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(300)
+        rank.kill()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
 TWO_BRANCHES = ("--horizons", "2", "--decay-share", "0.8", "--checkpoint-updates", "4")
 """The decay is a share of the first horizon: as long as with one branch."""
 
@@ -256,7 +285,7 @@ TWO_BRANCHES = ("--horizons", "2", "--decay-share", "0.8", "--checkpoint-updates
 def trained_by_two(corpus: Corpus, config_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two branches of one stable run, so the second one begins with a state read from disk."""
     out = tmp_path_factory.mktemp("two") / "run"
-    in_two_processes(*command(corpus, config_file, out, *TWO_BRANCHES))
+    by_torchrun(*command(corpus, config_file, out, *TWO_BRANCHES))
     return out
 
 
@@ -273,16 +302,17 @@ def test_two_processes_have_the_gradients_of_one_whether_the_model_is_copied_or_
 ) -> None:
     """Of documents of uneven length, so that each context has another number of predicted tokens."""
     from tests.probe.ladder.two_trainers import gradients, trainer_of
+    from tests.probe.ladder.two_trainers import main as two_trainers
 
     torch.save(gradients(trainer_of(corpus.folder, dtype="float64")), tmp_path / "one")
-    in_two_processes(str(Path(__file__).with_name("two_trainers.py")), str(corpus.folder), str(tmp_path))
+    in_two_processes(two_trainers, corpus.folder, tmp_path)
 
 
 def test_a_divided_model_learns_as_whole_copies_do(
     corpus: Corpus, config_file: Path, trained_by_two: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    in_two_processes(*command(corpus, config_file, out, "--checkpoint-updates", "4", "--sharded"))
+    in_two_processes(command_line, *command(corpus, config_file, out, "--checkpoint-updates", "4", "--sharded")[2:])
     divided, copies = ((run / "tokens-6000") for run in (out, trained_by_two))
     mine, theirs = (json.loads((run / "training.json").read_text())["validation_loss"] for run in (divided, copies))
     assert mine == pytest.approx(theirs, abs=1e-2)

@@ -1,4 +1,4 @@
-"""Run by torchrun in two processes: a model divided by FSDP2 beside whole copies, over the same batches.
+"""Run in each of two processes: a model divided by FSDP2 beside whole copies, over the same batches.
 
 Fails unless the gradients of the first update are those of one process on the whole batch (computed in float64), and a state saved
 by one is the other's.
@@ -6,7 +6,6 @@ by one is the other's.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +63,3 @@ def main(corpus: Path, out: Path) -> None:
         assert all(torch.equal(again[name], value) for name, value in whole.weights().items())
         losses = [trainer.step()["loss"] for trainer in (whole, divided)]
         assert abs(losses[0] - losses[1]) < 1e-5, losses
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
