@@ -53,8 +53,9 @@ def main() -> None:
         if (error.name or "").split(".")[0] not in ("torch", "transformer_lens", "safetensors", "tokenizers"):
             raise
         _fail(f"this command runs a model and needs {error.name}: pip install 'visitlens[model]'")
-    except KeyboardInterrupt:
-        console.print("stopped; what is recorded is kept, and the same command goes on from there")
+    except KeyboardInterrupt as stop:
+        said = str(stop) or "stopped; what is recorded is kept, and the same command goes on from there"
+        console.print(plain(said), soft_wrap=True)
         sys.exit(130)
 
 

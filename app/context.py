@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from visitlens.app.registry import Entry, Registry, without_folder
 from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
-from visitlens.kernels.errors import VisitlensError
+from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.probe import loaded
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.theme import DARK, LIGHT, Theme
 from visitlens.probe.opened import RecordedRun
@@ -23,7 +24,8 @@ _MOST_KEPT = 64
 
 @dataclass(frozen=True)
 class Context:
-    """`checkpoint` is a model folder, for the live probe and for token text; `prefix` starts and ends with a slash.
+    """`checkpoint` is a model folder, for the live probe and for token text, and `model_options` how it is read (as of
+    `visitlens.load_model`); `prefix` starts and ends with a slash.
 
     `services` is where a page keeps what outlives a request (a job queue, say), under the page's name.
     """
@@ -32,6 +34,7 @@ class Context:
     checkpoint: Path | None = None
     prefix: str = "/"
     services: dict[str, Any] = field(default_factory=dict)
+    model_options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -106,6 +109,23 @@ class View:
         here = path in ("", self.path)
         selection = self.selection if here else replace(self.selection, extra={})
         return self.context.href(path or self.path, selection.change(**changes))
+
+
+def checkpoint_folder(model: Path | str) -> Path:
+    """The folder of a bundled name, a path or a hub name; of the last, its files in the local cache, fetched if need be.
+
+    Raises:
+        CheckpointError: none of these.
+        InputError: a folder without config.json, or a recording.
+    """
+    folder = loaded.checkpoint(model)
+    if not folder.is_dir():
+        from visitlens.hooks.loading import resolve  # brings torch
+
+        folder = resolve(folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{model}: no config.json there; --model takes a checkpoint folder")
+    return folder
 
 
 def view_of(

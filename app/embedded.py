@@ -10,9 +10,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from visitlens.app.context import Context
+from visitlens.app.context import Context, checkpoint_folder
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
+from visitlens.kernels.errors import InputError
 from visitlens.probe.opened import RecordedRun
 
 
@@ -51,24 +52,31 @@ def dashboard(
     height: int = 820,
     proxy: str = "",
     port: int = 0,
+    **options: Any,
 ) -> Embedded:
     """Serves recordings (at URLs too), or folders of them, from this process.
 
     Args:
-        model: checkpoint folder, for the live probe and for token text.
+        model: checkpoint folder or hub name, for the live probe and for token text.
         proxy: on a remote Jupyter the path under which it forwards ports, with `{port}` in it:
             `/user/me/proxy/{port}/`.
         port: 0 takes a free one.
+        options: how the model is read, as of `visitlens.load_model`, for example `steps=8`; what isn't said is as the
+            model's recordings say.
 
     Raises:
-        InputError: a path that doesn't exist.
+        InputError: a path that doesn't exist; options without a model.
+        CheckpointError: no such checkpoint.
     """
     from waitress.server import create_server
 
+    if options and model is None:
+        raise InputError(f"{', '.join(options)}: say which model is read so (model=...)")
+    folder = checkpoint_folder(model) if model else None
     places = [run.recording.place if isinstance(run, RecordedRun) else run for run in runs]
     port = port or _free_port()
     prefix = f"/{proxy.format(port=port).strip('/')}/" if proxy else "/"
-    context = Context(Registry(places), Path(model) if model else None, prefix)
+    context = Context(Registry(places), folder, prefix, model_options=options)
     application = behind_prefix(build(context, Access(framed=True)).server, prefix)
     server: Any = create_server(application, host="127.0.0.1", port=port, threads=4, clear_untrusted_proxy_headers=True)
     return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()

@@ -11,6 +11,7 @@ from visitlens.app.components import card, selector, table
 from visitlens.app.context import View
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_parts import attribute, badge, bar, button, visible
+from visitlens.app.live_reading import told
 from visitlens.app.live_service import LiveService
 from visitlens.probe.live_run import ExpertChange, KeyChange, LiveRun
 
@@ -28,8 +29,9 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
         for i, preset in enumerate(live.presets)
     ]
     name = live.checkpoint.resolve().name
+    options = told(run.model["options"]) if run else ""
     return card(
-        f"Prompt for {name}",
+        f"Prompt for {name}" + (f", read with {options}" if options else ""),
         [
             html.Label("Prompt", htmlFor="live-prompt", className="unseen"),
             dcc.Textarea(
@@ -82,7 +84,8 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
 def summary(run: LiveRun) -> str:
     """Size, time and the model's own continuation of a run."""
     _, text, probability = run.next_tokens(n=1)[0]
-    return f"{len(run)} tokens in {run.seconds:.2f} s; next “{visible(text)}” at {probability:.3f}."
+    where = "next" if run.predicts_next else "last"
+    return f"{len(run)} tokens in {run.seconds:.2f} s; {where} “{visible(text)}” at {probability:.3f}."
 
 
 def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[tuple[int, int]]) -> html.Section:
@@ -92,7 +95,7 @@ def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[
     links = []
     for at, text in enumerate(run.texts):
         current: Any = {"aria-current": "true"} if at == chosen.at else {}
-        said = f"keeps {kept[at]} of {k} experts" if kept is not None else "one visit"
+        said = f"keeps {kept[at]} of {k} experts" if kept is not None else "no experts to compare"
         shown = visible(text)
         links.append(
             html.A(
@@ -105,7 +108,9 @@ def tokens_card(view: View, run: LiveRun, chosen: LiveChoice, answers: Iterable[
                 **attribute("aria-label", f"token {at} {shown}, {said}"),
             )
         )
-    if kept is None:
+    if not run.routed(chosen.layer):
+        note = f"No colours: {no_experts(run, chosen.layer)}."
+    elif kept is None:
         note = f"Layer {chosen.layer} has one visit, so no experts change."
     else:
         a, b = chosen.visits or (1, 1)
@@ -151,6 +156,8 @@ def _pickers(run: LiveRun, chosen: LiveChoice) -> list[Any]:
 
 def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     """One token's experts: kept, dropped and new, with their gates."""
+    if not run.routed(chosen.layer):
+        return _without("Experts", f"Layer {chosen.layer} has none: {no_experts(run, chosen.layer)}.", "experts")
     changes = run.expert_changes(chosen.layer, chosen.at, chosen.visits)
     most = _most(changes)
     counts = {status: sum(c.status == status for c in changes) for status in ("kept", "dropped", "new")}
@@ -178,6 +185,8 @@ def experts_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
 
 def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
     """One query's 8 highest-weighted keys at either visit: kept, lost and gained."""
+    if why := run.lacks("Q", chosen.layer):
+        return _without("Keys", f"Layer {chosen.layer} has no attention: {why}.", "keys")
     changes = run.top_keys(chosen.layer, chosen.head, chosen.at, chosen.visits)
     most = _most(changes)
     rows = [
@@ -202,6 +211,20 @@ def keys_card(view: View, run: LiveRun, chosen: LiveChoice) -> html.Section:
     )
 
 
+def _without(title: str, why: str, key: str) -> html.Section:
+    return card(title, [html.P(why, className="hint")], key=key)
+
+
+def no_experts(run: LiveRun, layer: int) -> str:
+    """Why a layer has none."""
+    return run.lacks("experts", layer) or "its feed-forward layers are dense, there is no router"
+
+
+def place(run: LiveRun, at: int) -> str:
+    """Where the logits at a token are read: after it, or, of a masked language model, in its place."""
+    return f"{'After' if run.predicts_next else 'In place of'} token {at} “{visible(run.texts[at])}”"
+
+
 def _most(changes: Iterable[ExpertChange] | Iterable[KeyChange]) -> float:
     return max(value for c in changes for value in (c.earlier, c.later) if value is not None)
 
@@ -215,23 +238,29 @@ def _columns(first: tuple[str, str], what: str, chosen: LiveChoice) -> tuple[lis
 
 def output_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     """What would follow the chosen token."""
-    follows = int(run.tokens[chosen.at + 1]) if chosen.at + 1 < len(run) else None
+    after, follows = run.predicts_next, None
+    if not after or chosen.at + 1 < len(run):
+        follows = int(run.tokens[chosen.at + after])
+    here = "follows here" if after else "stands here"
     rows = [
         {
-            "token": html.Span([f"“{visible(text)}”", _note("follows here") if token == follows else None]),
+            "token": html.Span([f"“{visible(text)}”", _note(here) if token == follows else None]),
             "probability": bar(p, 1),
         }
         for token, text, p in run.next_tokens(chosen.at)
     ]
     line = "The model's distribution after it."
     if follows is not None:
-        nats = float(run.log_probs(chosen.at)[follows])
-        line = f"In the prompt “{visible(run.text_of(follows))}” follows, at {nats:.3f} nats.".replace("-", "−")
+        nats = f"{float(run.log_probs(chosen.at)[follows]):.3f} nats".replace("-", "−")
+        line = f"In the prompt “{visible(run.text_of(follows))}” {'follows' if after else 'stands here'}, at {nats}."
+    if not after:
+        line += f" No next token: {run.lacks('next token')}."
+    kind = "next token" if after else "token"
     return card(
-        f"After token {chosen.at} “{visible(run.texts[chosen.at])}”",
+        place(run, chosen.at),
         [
             html.P(line, className="figure-line"),
-            table([("token", "next token"), ("probability", "probability")], rows, "The 8 most likely next tokens."),
+            table([("token", kind), ("probability", "probability")], rows, f"The 8 most likely {kind}s."),
         ],
         key="output",
     )
@@ -239,6 +268,8 @@ def output_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
 
 def lens_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
     """What each step would say after the chosen token, straight and through the layers after the loop."""
+    if run.lens is None:
+        return _without("Step by step", f"Its steps can't be read early: {run.lacks('lens')}.", "lens-table")
     straight = run.readout(chosen.at)
     coda = {(r.layer, r.visit): r for r in run.readout(chosen.at, coda=True)} if run.coda_lens is not None else {}
     rows = []
@@ -259,7 +290,7 @@ def lens_card(run: LiveRun, chosen: LiveChoice) -> html.Section:
         columns += [("coda", "coda lens says"), ("coda_kl", "KL")]
     note = "A step is layer·visit. KL(final || lens) and entropy in nats; the coda lens runs the layers after the loop first."
     return card(
-        f"After token {chosen.at} “{visible(run.texts[chosen.at])}”, step by step",
+        f"{place(run, chosen.at)}, step by step",
         [table(columns, rows, note)],
         wide=True,
         key="lens-table",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from visitlens.app.components import selector
@@ -86,7 +87,7 @@ def heads_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
             "Sum over keys of min(P1, P2), mean over this prompt's queries but the first; low is a head that looks elsewhere. "
             "A cell opens its head. n = 1 prompt; no interval."
         ],
-        data=lambda: {"layers": layers, "mass_overlap": overlap.round(6).tolist()},
+        data=lambda: {"layers": layers, "mass_overlap": known(overlap.round(6))},
         rows=lambda: [
             {"layer": layer, "head": head, "mass overlap": value}
             for layer, head, value in run.most_changed_heads(chosen.visits, n=_ROWS)
@@ -112,7 +113,7 @@ def scan_panel(view: View, scan: HeadScan) -> Panel:
 
     return Panel(
         key="scan",
-        title=f"Which heads the target needs after token {scan.position}",
+        title=f"Which heads the target needs {'after' if run.predicts_next else 'in place of'} token {scan.position}",
         draw=lambda theme: scan_map(scan, theme),
         caption=[
             "Change of the target's log-probability with one head silenced, nats. A cell opens its head. n = 1 prompt; no interval."
@@ -137,20 +138,20 @@ def norms_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
     named = {
         "update": run.update_rms,
         "attention write": run.attn_write_rms,
-        "MoE write": run.moe_write_rms,
+        f"{run.feed_forward} write": run.moe_write_rms,
         "residual": run.resid_rms,
     }
     return Panel(
         key="norms",
         title=f"Writes into the residual stream at token {chosen.at}",
         draw=lambda theme: norm_lines(run, chosen.at, theme),
-        caption=["Norm / sqrt(hidden size) of what each step adds, after the 1/r scale. n = 1 token; no interval."],
-        data=lambda: {name: values[:, chosen.at].tolist() for name, values in named.items()},
+        caption=[f"Norm / sqrt(hidden size) of what each step adds{_adds(run)}. n = 1 token; no interval."],
+        data=lambda: {name: known(values[:, chosen.at]) for name, values in named.items()},
         rows=lambda: [
             {
                 "layer": s.layer,
                 "visit": s.visit,
-                **{name: float(values[s.index, chosen.at]) for name, values in named.items()},
+                **{name: known(values[s.index, chosen.at]) for name, values in named.items()},
             }
             for s in run.plan.steps
         ],
@@ -164,6 +165,7 @@ def norms_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
 
 def lens_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
     lens = run.coda_lens if chosen.coda and run.coda_lens else run.lens
+    assert lens is not None, "the page draws it where there is one"
     tools = []
     if run.coda_lens is not None:
         choices = [("logit", "logit lens"), ("coda", "coda lens")]
@@ -192,13 +194,30 @@ def lens_panel(view: View, run: LiveRun, chosen: LiveChoice) -> Panel:
         caption=[
             "KL(final || lens), nats: how far a step's own reading is from the output. n = 1 prompt; no interval. The two lenses are known to disagree."
         ],
-        data=lambda: {"tokens": run.texts, "kl": lens.kl.round(5).tolist(), "entropy": lens.entropy.round(5).tolist()},
+        data=lambda: {"tokens": run.texts, "kl": known(lens.kl.round(5)), "entropy": known(lens.entropy.round(5))},
         rows=rows,
         code=_code(view, run, f"run.readout({chosen.at}, coda={chosen.coda})"),
         links={"path": view.path, "x": "at"},
         tools=tools,
         wide=True,
     )
+
+
+def _adds(run: LiveRun) -> str:
+    """What a write and an update are in this model, to go on a sentence."""
+    if "family" not in run.model["config"]:  # the native model
+        return ", after the 1/r scale"
+    if why := run.lacks("resid_out"):
+        return f". No update: {why}"
+    if why := run.lacks("sum of writes"):
+        return f"; the update is the residual out less that in, which isn't the sum of the writes: {why}"
+    return ""
+
+
+def known(values: Any) -> Any:
+    """Numbers as lists; None for what isn't there."""
+    whole = np.asarray(values, dtype=np.float64)
+    return np.asarray(np.where(np.isnan(whole), None, whole)).tolist()  # type: ignore[call-overload]  # None among numbers
 
 
 def _largest(values: Any) -> tuple[list[int], list[int]]:
@@ -209,7 +228,8 @@ def _largest(values: Any) -> tuple[list[int], list[int]]:
 
 
 def _code(view: View, run: LiveRun, line: str) -> str:
+    options = "".join(f", {name}={value!r}" for name, value in run.model["options"].items())
     return (
-        f"from visitlens.probe.live import LiveModel\n\nlive = LiveModel.load({str(view.context.checkpoint)!r})\n"
+        f"from visitlens.probe.live import LiveModel\n\nlive = LiveModel.load({str(view.context.checkpoint)!r}{options})\n"
         f"run = live.run({run.prompt!r})\n{line}\n"
     )

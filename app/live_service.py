@@ -6,9 +6,10 @@ Ids of jobs stand in URLs, so what they lead to is looked up by kind: a probe's 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.app.jobs import JobQueue, OnProgress
 from visitlens.kernels.errors import InputError
@@ -25,10 +26,17 @@ _log = logging.getLogger(__name__)
 
 
 class LiveService:
-    """One a dashboard. `limit` is the most tokens of a prompt, BOS included."""
+    """One a dashboard. `limit` is the most tokens of a prompt, BOS included; `options` says how a checkpoint with these weights
+    (their SHA-256) is read, which is asked when it is."""
 
-    def __init__(self, checkpoint: Path, jobs: JobQueue | None = None, limit: int = TOKEN_LIMIT) -> None:
-        self.checkpoint, self.limit = checkpoint, limit
+    def __init__(
+        self,
+        checkpoint: Path,
+        jobs: JobQueue | None = None,
+        limit: int = TOKEN_LIMIT,
+        options: Callable[[str], Mapping[str, Any]] = lambda weights: {},
+    ) -> None:
+        self.checkpoint, self.limit, self._options = checkpoint, limit, options
         self.jobs = jobs or JobQueue()
         self._model: LiveModel | None = None
 
@@ -94,7 +102,10 @@ class LiveService:
     def _loaded(self) -> LiveModel:
         """Only called by jobs, which run one at a time."""
         if self._model is None:
+            from visitlens.hooks.loading import weights_sha256
             from visitlens.probe.live import LiveModel
 
-            self._model = LiveModel.load(self.checkpoint, limit=self.limit)
+            weights = weights_sha256(self.checkpoint)
+            options = self._options(weights)
+            self._model = LiveModel.load(self.checkpoint, limit=self.limit, weights=weights, **options)
         return self._model

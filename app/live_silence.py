@@ -18,6 +18,9 @@ from visitlens.probe.live_run import LiveRun
 
 def silence_card(run: LiveRun, chosen: LiveChoice, ablation: SilencedHead | None, said: str) -> html.Section:
     """Silences the chosen head, at one visit or all, and shows what changes after the chosen token."""
+    why = run.lacks("PV", chosen.layer)
+    if run.lacks("PV"):
+        return card("Silence a head", [html.P(f"Not in this model: {why}.", className="hint")], key="silence")
     choices = visit_choices(run.plan.visits[chosen.layer])
     whens = [("-".join(map(str, c)), _when(c, len(choices))) for c in choices]
     targets = [(str(token), f"“{visible(text)}” ({p:.3f})") for token, text, p in run.next_tokens(chosen.at)]
@@ -33,6 +36,8 @@ def silence_card(run: LiveRun, chosen: LiveChoice, ablation: SilencedHead | None
         button("silence", f"Silence layer {chosen.layer}, head {chosen.head}", "Silence this head", primary=True),
         button("scan", "Every head in turn", "Silence every head in turn"),
     ]
+    if why:
+        buttons, said = buttons[1:], said or f"Layer {chosen.layer} has no heads: {why}."
     if ablation is not None:
         result = _ablation(ablation, chosen)
     else:
@@ -61,6 +66,8 @@ def _ablation(ablation: SilencedHead, chosen: LiveChoice) -> list[Any]:
     where = place_label(ablation.layer, ablation.visits, ablation.run.plan.visits[ablation.layer])
     change = f"{ablation.log_prob_change(chosen.at, chosen.target):+.4f}".replace("-", "−")
     target = visible(ablation.run.text_of(chosen.target))
+    after = ablation.run.predicts_next
+    where_read, kind = ("after", "next token") if after else ("in place of", "token")
     rows = [
         {
             "token": f"“{visible(c.text)}”",
@@ -70,14 +77,14 @@ def _ablation(ablation: SilencedHead, chosen: LiveChoice) -> list[Any]:
         }
         for c in ablation.changes(chosen.at, n=6)
     ]
-    columns = [("token", "next token"), ("before", "as it was"), ("after", "silenced"), ("change", "change")]
+    columns = [("token", kind), ("before", "as it was"), ("after", "silenced"), ("change", "change")]
     return [
         html.P(
             [
                 html.B(f"{where}, head {ablation.head}, {KINDS[ablation.kind]}: "),
-                f"log P(“{target}”) {change} nats, KL {ablation.kl(chosen.at):.4f} nats after token {chosen.at}.",
+                f"log P(“{target}”) {change} nats, KL {ablation.kl(chosen.at):.4f} nats {where_read} token {chosen.at}.",
             ],
             className="figure-line",
         ),
-        table(columns, rows, "The next-token distribution, before and after."),
+        table(columns, rows, f"The {kind}'s distribution, before and after."),
     ]

@@ -7,7 +7,7 @@ process, another, another machine) is not its business: it hands out `ShardTask`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ class Ledger:
         self.first_token = np.concatenate([[0], np.cumsum(real_tokens)])
         self.shards: list[dict[str, Any]] = []
         self.totals: dict[str, GroupTotals] = {}
+        self.stopped: Callable[[], object] = lambda: False
+        """Whether someone pressed Ctrl-C: nothing that fails is waited for then."""
 
     @property
     def tokens(self) -> int:

@@ -21,6 +21,8 @@ from visitlens.kernels.errors import InputError, StorageError, UnavailableError
 PULL_FIRST = "expected a folder, got an address in an object store; `visitlens pull` it first"
 _FINAL = {errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC}
 """What doesn't get better by waiting."""
+_LOOK = 0.1
+"""Seconds between two looks at whether to stop waiting."""
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
@@ -85,9 +87,9 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         self._try(lambda: self.files.rm_file(f"{self.root}/{name}"), missing=None)
 
-    def outlast(self, call: Callable[[], _Result]) -> _Result:
+    def outlast(self, call: Callable[[], _Result], stopped: Callable[[], object] = lambda: False) -> _Result:
         """What a call gives that may be made again, tried for `patience` seconds while the store fails: a run of hours outlasts a
-        short outage.
+        short outage. Once `stopped` says so, it isn't waited for any more.
 
         Raises:
             StorageError: it failed for longer, or for a reason that waiting doesn't mend (another writer, no permission).
@@ -97,10 +99,14 @@ class ObjectStore:
             try:
                 return call()
             except StorageError as error:
-                if error.errno in _FINAL or time.monotonic() + pause > deadline:
+                if error.errno in _FINAL or stopped() or time.monotonic() + pause > deadline:
                     raise
                 _log.info("%s; trying again in %.0f s", error.strerror, pause)
-            time.sleep(pause)
+                again = time.monotonic() + pause
+                while (left := again - time.monotonic()) > 0:
+                    if stopped():
+                        raise
+                    time.sleep(min(left, _LOOK))
             pause = min(2 * pause, self.patience / 6)
 
     def _try(self, call: Callable[[], _Result], **otherwise: Any) -> _Result:

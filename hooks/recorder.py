@@ -129,6 +129,7 @@ def record(
         if done == total:
             on_progress(total, total)
         with interrupt_between_contexts() as interrupted, _Committer(writer, ledger) as committer:
+            writer.stopped = ledger.stopped = lambda: bool(interrupted)
             for task in ledger.tasks(tokens_per_shard(options, per_token)):
                 if interrupted:
                     break

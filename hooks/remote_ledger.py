@@ -103,11 +103,11 @@ class RemoteLedger(Ledger):
     def commit(self) -> None:
         """Summary, then manifest, if this is still the sole writer."""
         super().commit()
-        self.store.outlast(self._put_caches)
+        self.store.outlast(self._put_caches, self.stopped)
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Where the store fails for good, the error also says what is kept."""
+        """Where the store fails for good, or until Ctrl-C, the error also says what is kept."""
         try:
             yield
         except StorageError as error:
@@ -118,6 +118,8 @@ class RemoteLedger(Ledger):
             ):  # another writer is there, or the disk here is full
                 raise
             kept = f"{self.tokens:,} tokens are committed there and stay; the same command goes on from them"
+            if self.stopped():
+                raise KeyboardInterrupt(f"stopped while the store failed ({error.strerror}). {kept}") from error
             raise StorageError(error.errno, f"{error.strerror}. {kept}") from error
 
     def _put_caches(self) -> None:

@@ -65,6 +65,8 @@ class ShardWriter:
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
         self.dtype, self.store = dtype_of(model), None if url is None else ObjectStore(url)
+        self.stopped: Callable[[], bool] = lambda: False
+        """As of the ledger."""
         groups = contexts.document_groups(options.groups)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
@@ -184,6 +186,6 @@ class ShardWriter:
         if self.store is None:
             return shard_
         try:
-            return self.store.outlast(partial(put_shard, self.store, path, shard_))
+            return self.store.outlast(partial(put_shard, self.store, path, shard_), self.stopped)
         finally:
             path.unlink()

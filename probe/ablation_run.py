@@ -24,6 +24,7 @@ from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading import as_recorded
 from visitlens.probe.run import RunRequest, pack_text
 
 METRICS = ("dyck", "text")
@@ -114,6 +115,7 @@ def ablate_recording(
     return written
 
 
+<<<<<<< HEAD
 def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
     """How the recording's model is read: `given`, and the rest of what its provenance says (`steps`, `family` ...). That code may
     run is nothing that a recording decides: `trust_remote_code` is only ever given.
@@ -146,6 +148,8 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
+=======
+>>>>>>> appmodel
 def ablate(
     model: Any, task: Task, *, metric: Metric = nll, metric_name: str = "loss", mode: str = "zero", **options: Any
 ) -> HeadAblation:
@@ -222,15 +226,6 @@ def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, 
     }
 
 
-_READ: dict[str, Callable[[Any], bool]] = {
-    "steps": lambda value: type(value) is int and 0 < value <= schema.MAX_STEPS,
-    "state_seed": lambda value: type(value) is int and 0 <= value < 2**63,
-    "family": lambda value: isinstance(value, str),
-    "context_length": lambda value: type(value) is int and value > 0,
-    "tie_copies": lambda value: value is True,
-    "trust_remote_code": lambda value: value is True,
-}
-"""Options of `load_model` that a recording may name, and which values it may say."""
 _TITLES = {"dyck": "Dyck target loss", "text": "text loss"}
 _MEANINGS = {
     "zero": "set to zero",

@@ -11,8 +11,8 @@ live.ablate(run, layer=4, head=2, visits=(2,)).changes()
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,21 +21,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.hooks.capture import Captured, StepValues, capture
+from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.loading import load_model, resolve, weights_sha256
 from visitlens.hooks.loop_plan import Step, visit_choices
-from visitlens.hooks.models.checkpoint import load_model, load_tokenizer, weights_sha256
+from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.kernels.errors import InputError, MemoryLimitError
 from visitlens.probe.live_ablation import KINDS, HeadScan, SilencedHead, check_target, divergence
+from visitlens.probe.live_arrays import arrays_of, as_array, lacking
+from visitlens.probe.live_forward import forward_of
 from visitlens.probe.live_prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
 from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
+from visitlens.probe.scores import device_of
 
 if TYPE_CHECKING:
+    from visitlens.hooks.adapters.adapted import AdaptedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
+    from visitlens.probe.live_forward import Reader
     from visitlens.probe.live_run import Lens
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, total) between layers; an exception from it ends the run there, and leaves no hook behind."""
-_SITES = ("resid", "Q", "K", "PV", "experts", "gates", "attn_write", "moe_write")
 _LENS_ELEMENTS = 2**22  # logits of a lens that are held at once
 _SCAN_TOKENS = 2048  # tokens of a scan that run at once
 
@@ -45,40 +50,51 @@ def _nothing(done: int, total: int) -> None:
 
 
 class LiveModel:
-    """A native looped MoE (or its Baseline) with its tokenizer. Not for several threads at once.
+    """A native looped MoE (or its Baseline), or an adapted model, with its tokenizer. Not for several threads at once.
 
     `limit` is the most tokens a prompt may have, BOS included; the model's own context length bounds it too.
     """
 
     def __init__(
         self,
-        model: LoopedMoE,
+        model: LoopedMoE | AdaptedModel,
         tokenizer: Any,
         *,
         name: str = "model",
         weights_sha256: str | None = None,
         limit: int = TOKEN_LIMIT,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.options = dict(options or {})
         self.plan, self.config = model.plan, model.config
         self.limit = min(limit, model.config.context_length)
         self.text_of = TokenTexts(tokenizer)
         self._weights = weights_sha256
+        self._forward = forward_of(model)
 
     @classmethod
     def load(
-        cls, checkpoint: str | Path, *, dtype: str = "float32", device: str = "cpu", limit: int = TOKEN_LIMIT
+        cls,
+        checkpoint: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        limit: int = TOKEN_LIMIT,
+        weights: str | None = None,
+        **options: Any,
     ) -> LiveModel:
-        """From a checkpoint folder.
+        """From a checkpoint folder or hub name. `weights` is their SHA-256, where it is known; `options` are those of
+        `visitlens.load_model`, for example `steps=8`.
 
         Raises:
             CheckpointError: a file is missing or damaged.
-            InputError: an unknown dtype.
+            InputError: an unknown dtype, a kind of model without an adapter, an option that it doesn't take.
         """
-        folder = Path(checkpoint)
-        model = load_model(folder, dtype, device)
-        name = folder.resolve().name
-        return cls(model, load_tokenizer(folder), name=name, weights_sha256=weights_sha256(folder), limit=limit)
+        folder = resolve(checkpoint)
+        model: Any = load_model(folder, dtype, device, **options)
+        about = {"name": folder.resolve().name, "weights_sha256": weights or weights_sha256(folder), "options": options}
+        return cls(model, load_tokenizer(folder), limit=limit, **about)
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
@@ -100,33 +116,37 @@ class LiveModel:
         began = time.perf_counter()
         ids = self._ids(prompt, self.limit)
         steps, tokens = len(self.plan), len(ids)
-        coda = self._coda() if coda_lens else []
-        through = [step.index for step in self.plan.steps[: steps - len(coda)]] if coda else []
-        chunk = max(1, _LENS_ELEMENTS // self.config.vocab_size)
-        reads = -(-tokens // chunk)
-        progress = _Progress(on_progress, steps + len(through) + reads * (1 + bool(coda)))
+        lensed = not self._forward.no_lens
+        coda = self._coda() if coda_lens and lensed else []
+        progress = _Progress(on_progress, steps + lensed * (steps + bool(coda) * (steps - len(coda))))
         with _memory_as_message(tokens):
             batch = self._batch(ids)
-            with capture(self.model, _SITES) as captured, self._watched(progress):
-                logits = cast(Tensor, self.model(batch))
-            arrays = self._arrays(captured, batch)
-            states = self._states(captured)
-            lens = self._read(states, range(steps), states[-1], chunk, top, progress)
-            carried = []
-            for index in through:
-                carried.append(self.model.run_steps(states[index].unsqueeze(0), start=coda[0].index)[0])
-                progress.advance()
-            final = states[-1]
-            through_coda = self._read(carried, through, final, chunk, top, progress) if coda else None
+            with capture(self.model, self._forward.sites) as captured, self._forward.watched(progress.advance):
+                logits = self._forward(batch)
+            arrays, lens, through_coda = arrays_of(self.model, captured, batch), None, None
+            if lensed:
+                states = self._forward.states(captured)
+                final = self._forward.read(batch, cast(Tensor, states[-1]))
+                end = torch.cat([final(some).float().log_softmax(-1) for some in self._chunks(tokens)])
+                lens = self._read(states, partial(self._forward.read, batch), end, top, progress)
+                if coda:
+                    through = partial(self._forward.through, batch, start=coda[0].index)
+                    through_coda = self._read(states[: -len(coda)], through, end, top, progress)
             return LiveRun(
-                model={"name": self.name, "config": self.config.to_dict(), "weights_sha256": self._weights},
+                model={
+                    "name": self.name,
+                    "config": self.config.to_dict(),
+                    "weights_sha256": self._weights,
+                    "options": self.options,
+                },
                 plan=self.plan,
                 prompt=prompt,
                 tokens=ids,
                 text_of=self.text_of,
-                logits=_numpy(logits[0]),
+                logits=as_array(logits[0]),
                 lens=lens,
                 coda_lens=through_coda,
+                lacking=lacking(self.model, captured, self._forward.no_lens),
                 seconds=time.perf_counter() - began,
                 **arrays,
             )
@@ -155,9 +175,9 @@ class LiveModel:
         progress = _Progress(on_progress, len(self.plan) * (1 + (kind == "resample")))
         with _memory_as_message(len(run)):
             instead = self._instead(run, kind, progress)
-            with self._silenced(places, [head], instead), self._watched(progress):
-                logits = cast(Tensor, self.model(self._batch(run.tokens)))
-        return SilencedHead(run, layer, head, tuple(visits), kind, _numpy(logits[0]))
+            with self._silenced(places, [head], instead), self._forward.watched(progress.advance):
+                logits = self._forward(self._batch(run.tokens))
+        return SilencedHead(run, layer, head, tuple(visits), kind, as_array(logits[0]))
 
     @torch.no_grad()
     def scan(
@@ -179,33 +199,31 @@ class LiveModel:
         """
         position = run.at(position)
         target = run.target(position) if target is None else target
-        check_target(target, self.config.vocab_size)
-        self._places(run, 0, 0, (1,), kind)
-        places = tuple(
-            (layer, visits)
-            for layer in range(len(self.plan.visits))
-            for visits in visit_choices(self.plan.visits[layer])
-        )
+        check_target(target, run.logits.shape[1])
+        having = [layer for layer in sorted(self.plan.visits) if not run.lacks("PV", layer)]
+        self._places(run, having[0] if having else 0, 0, (1,), kind)
+        places = tuple((layer, visits) for layer in having for visits in visit_choices(self.plan.visits[layer]))
         together = max(1, _SCAN_TOKENS // len(run))
         groups = [range(at, min(at + together, run.heads)) for at in range(0, run.heads, together)]
         starts = [self.plan.step(layer, visits[0]).index for layer, visits in places]
         once = len(self.plan) * (1 + (kind == "resample"))
-        total = once + len(groups) * sum(len(self.plan) - start for start in starts)
+        total = once + len(groups) * sum(self._forward.cost(start) for start in starts)
         progress = _Progress(on_progress, total)
         before = run.log_probs(position)
-        after = np.empty((len(places), run.heads, self.config.vocab_size), dtype=np.float64)
+        after = np.empty((len(places), run.heads, run.logits.shape[1]), dtype=np.float64)
         with _memory_as_message(len(run)):
             instead = self._instead(run, kind, progress)
-            with capture(self.model, ("resid",)) as captured, self._watched(progress):
-                self.model(self._batch(run.tokens), return_type="none")
+            batch, forward = self._batch(run.tokens), self._forward
+            sites = [site for site in forward.sites if site == "resid"]
+            with capture(self.model, sites) as captured, forward.watched(progress.advance):
+                self.model(batch, return_type="none")
             for row, ((layer, visits), start) in enumerate(zip(places, starts, strict=True)):
-                state = captured.at("resid", start)
                 steps = [self.plan.step(layer, visit) for visit in visits]
                 for heads in groups:
-                    with self._silenced(steps, heads, instead), self._watched(progress):
-                        x = self.model.run_steps(state.expand(len(heads), -1, -1), start=start)
-                    last = x[:, position]
-                    after[row, heads.start : heads.stop] = log_softmax(_numpy(self.model.logits(last)))
+                    several = batch.expand(len(heads), -1)
+                    with self._silenced(steps, heads, instead), forward.watched(progress.advance):
+                        logits = forward.resumed(several, captured, start, position)
+                    after[row, heads.start : heads.stop] = log_softmax(as_array(logits))
         kl = np.array([[divergence(before, head) for head in heads] for heads in after])
         return HeadScan(run, position, target, kind, places, after[:, :, target] - before[target], kl)
 
@@ -223,50 +241,7 @@ class LiveModel:
 
     @property
     def _device(self) -> torch.device:
-        return self.model.rotary_cos.device
-
-    def _arrays(self, captured: Captured, batch: Tensor) -> dict[str, np.ndarray]:
-        """The arrays of a LiveRun that are made of captured sites."""
-        values = StepValues(captured, torch.zeros_like(batch))
-        each = range(len(self.plan))
-
-        def stacked(site: str) -> Tensor:
-            return torch.stack([values.site(site, step) for step in each])
-
-        def rms(x: Tensor) -> np.ndarray:
-            return np.sqrt(np.square(_numpy(x), dtype=np.float64).mean(-1)).astype(np.float32)
-
-        attn, moe = stacked("attn_write"), stacked("moe_write")
-        rows = values.attention_rows
-        pairs = [
-            values.attention_overlaps[p.layer].across[p.earlier.visit - 1, p.later.visit - 1].mass_overlap
-            for p in self.plan.pairs
-        ]
-        return {
-            "queries": _numpy(stacked("Q")),
-            "keys": _numpy(stacked("K")),
-            "experts": stacked("experts").cpu().numpy(),
-            "gates": _numpy(stacked("gates")),
-            "resid_rms": rms(stacked("resid")),
-            "update_rms": rms(attn + moe),
-            "attn_write_rms": rms(attn),
-            "moe_write_rms": rms(moe),
-            "sink_mass": _numpy(torch.stack([row.sink_mass for row in rows])),
-            "attention_entropy": _numpy(torch.stack([row.entropy for row in rows])),
-            "mass_overlap": _numpy(torch.stack(pairs))
-            if pairs
-            else np.empty((0, *rows[0].sink_mass.shape), dtype=np.float32),
-            "mean_context": _numpy(stacked("PV")).mean(1),
-        }
-
-    def _states(self, captured: Captured) -> list[Tensor]:
-        """Residual stream [token, hidden] after each step, bit for bit as the model had it."""
-        last = len(self.plan) - 1
-        inputs = [captured.at("resid", step)[0] for step in range(1, len(self.plan))]
-        return [
-            *inputs,
-            captured.at("resid", last)[0] + captured.at("attn_write", last)[0] + captured.at("moe_write", last)[0],
-        ]
+        return device_of(self.model)
 
     def _coda(self) -> list[Step]:
         """The steps after the last looped one; none where nothing is looped."""
@@ -274,71 +249,71 @@ class LiveModel:
         return list(self.plan.steps[looped[-1] + 1 :]) if looped else []
 
     def _read(
-        self, states: Sequence[Tensor], at: Sequence[int], final: Tensor, chunk: int, top: int, progress: _Progress
+        self,
+        states: Sequence[Tensor | None],
+        read: Callable[[Tensor], Reader],
+        end: Tensor,
+        top: int,
+        progress: _Progress,
     ) -> Lens:
-        """The lens from `states`, which belong to the steps `at`; a chunk of tokens at a time."""
-        lens = empty_lens(len(self.plan), len(final), min(top, self.config.vocab_size))
-        for start in range(0, len(final), chunk):
-            tokens = slice(start, start + chunk)
-            end = self.model.logits(final[tokens]).float().log_softmax(-1)
-            probable, answer = end.exp(), end.argmax(-1, keepdim=True)
-            for step, state in zip(at, states, strict=True):
-                here = self.model.logits(state[tokens]).float().log_softmax(-1)
+        """The lens from the states after the first steps, against the log-probabilities `end` [token, vocab] of the output."""
+        lens = empty_lens(len(self.plan), len(end), min(top, end.shape[-1]))
+        answer = end.argmax(-1, keepdim=True)
+        for step, state in enumerate(states):
+            reader = None if state is None else read(state)
+            for tokens in self._chunks(len(end)):
+                if reader is None:
+                    continue
+                here = reader(tokens).float().log_softmax(-1)
                 probability = here.exp()
                 best = probability.topk(lens.tokens.shape[-1], dim=-1)
                 lens.tokens[step, tokens] = best.indices.cpu().numpy()
                 lens.probability[step, tokens] = best.values.cpu().numpy()
                 lens.entropy[step, tokens] = -(probability * here).sum(-1).cpu().numpy()
-                lens.kl[step, tokens] = (probable * (end - here)).sum(-1).clamp(min=0).cpu().numpy()
-                lens.answer[step, tokens] = probability.gather(-1, answer).squeeze(-1).cpu().numpy()
+                final = end[tokens]
+                lens.kl[step, tokens] = (final.exp() * (final - here)).sum(-1).clamp(min=0).cpu().numpy()
+                lens.answer[step, tokens] = probability.gather(-1, answer[tokens]).squeeze(-1).cpu().numpy()
             progress.advance()
         return lens
 
-    # Hooks
+    def _chunks(self, tokens: int) -> list[slice]:
+        """Whose logits are held at once."""
+        chunk = max(1, _LENS_ELEMENTS // self.config.vocab_size)
+        return [slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk)]
 
-    @contextmanager
-    def _watched(self, progress: _Progress) -> Iterator[None]:
-        """Progress before each step: where a run can be stopped."""
-
-        def step(value: Tensor, hook: Any) -> None:
-            progress.advance()
-
-        names = [f"blocks.{s.layer}.visit.{s.visit}.hook_resid_pre" for s in self.plan.steps]
-        with self.model.hooks(fwd_hooks=[(name, step) for name in names]):
-            yield
+    # Silencing
 
     def _instead(self, run: LiveRun, kind: str, progress: _Progress) -> Tensor:
         """What a silenced head carries, [step, token or 1, head, d]."""
         if kind != "resample":
-            return torch.from_numpy(run.mean_context).unsqueeze(1) * (kind == "mean")
+            return torch.from_numpy(np.nan_to_num(run.mean_context)).unsqueeze(1) * (kind == "mean")
         if len(run) < 3:
             raise InputError("resampling shuffles the tokens after BOS and needs two at least: use zero or mean")
         order = np.random.default_rng(0).permutation(np.arange(1, len(run)))
-        with capture(self.model, ("PV",)) as captured, self._watched(progress):
-            self.model(self._batch(run.tokens[np.append(0, order)]), return_type="none")
-        return torch.stack([captured.at("PV", step.index)[0] for step in self.plan.steps])
+        batch = self._batch(run.tokens[np.append(0, order)])
+        with capture(self.model, ("PV",)) as captured, self._forward.watched(progress.advance):
+            self.model(batch, return_type="none")
+        values = StepValues(captured, torch.zeros_like(batch))
+        return torch.stack([values.site("PV", step.index) for step in self.plan.steps]).nan_to_num()
 
-    @contextmanager
-    def _silenced(self, steps: Sequence[Step], heads: Sequence[int], instead: Tensor) -> Iterator[None]:
+    def _silenced(self, steps: Sequence[Step], heads: Sequence[int], instead: Tensor) -> Any:
         """Context i of the batch runs without head `heads[i]` at these steps."""
 
-        def silence(z: Tensor, hook: Any, step: int) -> Tensor:
+        def silence(z: Tensor, step: int) -> Tensor:
             z = z.clone()
             for context, head in enumerate(heads):
                 z[context, :, head] = instead[step, :, head].to(z)
             return z
 
-        with ExitStack() as stack:
-            for step in steps:
-                name = f"blocks.{step.layer}.visit.{step.visit}.attn.hook_z"
-                stack.enter_context(self.model.hooks(fwd_hooks=[(name, partial(silence, step=step.index))]))
-            yield
+        return self._forward.silenced(steps, silence)
 
     def _places(self, run: LiveRun, layer: int, head: int, visits: Sequence[int], kind: str) -> list[Step]:
         if run.model["config"] != self.config.to_dict() or run.model["weights_sha256"] != self._weights:
             raise InputError(f"the run is of {run.model['name']!r}, not of this model: run the prompt again")
         if kind not in KINDS:
             raise InputError(f"expected a kind of ablation among {', '.join(KINDS)}, got {kind!r}")
+        if why := run.lacks("PV", layer):
+            raise InputError(f"layer {layer} has no heads to silence: {why}")
         if not 0 <= head < self.config.num_heads:
             raise InputError(f"no head {head}: expected 0 to {self.config.num_heads - 1}")
         if not visits or len(set(visits)) != len(visits):
@@ -355,11 +330,6 @@ class _Progress:
     def advance(self) -> None:
         self.report(self.done, self.total)
         self.done += 1
-
-
-def _numpy(x: Tensor) -> np.ndarray:
-    """float32 (float64 stays)."""
-    return (x if x.dtype == torch.float64 else x.float()).cpu().numpy()
 
 
 @contextmanager

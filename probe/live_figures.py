@@ -59,14 +59,15 @@ def attention_maps(
         names.append(f"visit {pair.later.visit} − visit {pair.earlier.visit}")
         reach = float(np.abs(maps[2]).max()) or 1.0
         layout["coloraxis2"] = _colours(spread(DIVERGING, True), -reach, reach, "difference", share / 2, share)
-    labels, unseen, marks = run.labels, np.triu_indices(len(run), 1), tuple(marks)
+    labels, marks = run.labels, tuple(marks)
     foot = len(run) - 0.5
     strip = max(1.0, len(run) / 60) if marks else 0.0  # room for the marks, below the last row
     width = (1 - _GAP * (len(maps) - 1)) / len(maps)
     traces = []
     for at, (name, weights) in enumerate(zip(names, maps, strict=True)):
-        values = weights.astype(np.float32)
-        values[unseen] = np.nan
+        values = weights.astype(np.float32)  # a copy
+        if run.causal:
+            values[np.triu_indices(len(run), 1)] = np.nan
         number, left = "" if at == 0 else str(at + 1), at * (width + _GAP)
         axes = {"xaxis": f"x{number}", "yaxis": f"y{number}"}
         traces.append(
@@ -98,7 +99,7 @@ def attention_maps(
         layout["annotations"].append(_above(name, left + width / 2))
         boxes = [(start - 0.5, stop - 0.5, foot, foot + strip, True) for start, stop in marks]
         if query is not None:
-            boxes.append((-0.5, query + 0.5, query - 0.5, query + 0.5, False))
+            boxes.append((-0.5, (query if run.causal else len(run) - 1) + 0.5, query - 0.5, query + 0.5, False))
         layout["shapes"] += [_box(*box) | {"xref": axes["xaxis"], "yref": axes["yaxis"]} for box in boxes]
     size = (1280 if pair else 640, _HEAD + 480 + _FOOT + _SLANTED)
     return _figure(traces, layout, theme, f"Layer {layer}, head {head}", _about(run), *size, named=True, slanted=True)
@@ -128,7 +129,7 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
     """
     lens = run.coda_lens if coda else run.lens
     if lens is None:
-        raise InputError("this model has no layers after a loop, so no coda lens")
+        raise InputError(run.lacks("lens") or "this model has no layers after a loop, so no coda lens")
     steps = [step for step in run.plan.steps if not np.isnan(lens.kl[step.index]).all()]
     at = [step.index for step in steps]
     words = [[token_text(run.text_of(token)) for token in lens.tokens[index, :, 0]] for index in at]
@@ -143,12 +144,14 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
         "y": step_labels(steps),
         "coloraxis": "coloraxis",
         "customdata": hovered,
-        "hovertemplate": "%{y} after %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
+        "hovertemplate": "%{y}, %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
     }
     if len(run) <= _MOST_WRITTEN:
         trace |= {"text": words, "texttemplate": "%{text}", "textfont": {"size": 11}}
     layout: dict[str, Any] = {
-        "xaxis": _cells(run.labels, "after token", _MOST_TICKS, slant=True),
+        "xaxis": _cells(
+            run.labels, "after token" if run.predicts_next else "in place of token", _MOST_TICKS, slant=True
+        ),
         "yaxis": _cells(step_labels(steps), STEP_AXIS, _MOST_TICKS) | {"autorange": "reversed"},
         "coloraxis": _colours("Cividis", 0.0, float(np.nanmax(lens.kl)), "KL, nats") | {"reversescale": True},
     }
@@ -160,15 +163,19 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
 
 
 def norm_lines(run: LiveRun, position: int, theme: Theme) -> go.Figure:
-    """What each step writes at one token: attention, MoE and both together, in RMS; dotted lines where the loop turns."""
+    """What each step writes at one token: attention, MoE (or feed-forward) and both together, in RMS; dotted lines where the loop turns."""
     at, labels = run.at(position), step_labels(run.plan.steps)
-    written = {"attention write": run.attn_write_rms, "MoE write": run.moe_write_rms, "update": run.update_rms}
+    written = {
+        "attention write": run.attn_write_rms,
+        f"{run.feed_forward} write": run.moe_write_rms,
+        "update": run.update_rms,
+    }
     looks = (theme.part(1), theme.part(2), Style(theme.muted, "square", "dot"))
     traces = [
         {
             "type": "scatter",
             "x": labels,
-            "y": values[:, at].tolist(),
+            "y": [None if np.isnan(value) else value for value in values[:, at].tolist()],
             "name": name,
             "mode": "lines+markers",
             "line": {"color": look.colour, "dash": look.dash, "width": 1.6},

@@ -13,6 +13,7 @@ from visitlens.hooks.loop_plan import ExecutionPlan, VisitPair
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.theme import token_text
 from visitlens.probe.live_prompts import TokenTexts
+from visitlens.probe.row_rule import RowRule
 
 TOP_KEYS = 8
 
@@ -74,14 +75,17 @@ class LiveRun:
 
     Attributes:
         queries, keys: [step, token, head, d], [step, token, kv_head, d], after rotary embedding: patterns are made of
-            these when asked for, so no [query, key] map is held.
-        experts, gates: [step, token, k].
+            these when asked for, so no [query, key] map is held; `rules [step]` say how (None: the plain causal softmax),
+            `maps` holds those P [head, query, key] by step that can't be made so.
+        experts, gates: [step, token, k]; k is 0 where nothing is routed.
         resid_rms, update_rms, attn_write_rms, moe_write_rms: [step, token], norm / sqrt(hidden size).
         sink_mass, attention_entropy: [step, token, head]; mass on the first token, and nats.
         mass_overlap: [pair, token, head] in the order of `plan.pairs`.
         mean_context: [step, head, d], mean over the prompt of each head's attended context (PV): for mean ablation.
         logits: [token, vocab]; row i is of what follows token i.
-        lens: straight to the output; `coda_lens`: through the layers after the loop first (None: there are none).
+        lens: straight to the output (None: `lacks("lens")` says why); `coda_lens`: through the layers after the loop first
+            (None: there are none).
+        lacking: site or assumption -> layer (-1: the model) -> why it has none; what lacks is NaN.
     """
 
     model: Mapping[str, Any]
@@ -102,9 +106,12 @@ class LiveRun:
     mass_overlap: np.ndarray
     mean_context: np.ndarray
     logits: np.ndarray
-    lens: Lens
+    lens: Lens | None
     coda_lens: Lens | None
     seconds: float
+    rules: tuple[RowRule | None, ...] = ()
+    maps: Mapping[int, np.ndarray] = field(default_factory=dict, repr=False)
+    lacking: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -117,9 +124,18 @@ class LiveRun:
     def nbytes(self) -> int:
         """Of all arrays."""
         lenses = [lens for lens in (self.lens, self.coda_lens) if lens is not None]
-        return sum(
-            value.nbytes for part in (self, *lenses) for value in vars(part).values() if isinstance(value, np.ndarray)
-        )
+        arrays = [value for part in (self, *lenses) for value in vars(part).values() if isinstance(value, np.ndarray)]
+        return sum(array.nbytes for array in (*arrays, *self.maps.values()))
+
+    def lacks(self, what: str, layer: int = -1) -> str:
+        """Why the model, or one of its layers, lacks a site or breaks an assumption; "" where it has it."""
+        reasons = self.lacking.get(what, {})
+        return reasons.get(layer, "") or reasons.get(-1, "")
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the logits at a token are of what follows it; else of the token itself (a masked language model)."""
+        return not self.lacks("next token")
 
     @property
     def texts(self) -> list[str]:
@@ -130,6 +146,16 @@ class LiveRun:
     def labels(self) -> list[str]:
         """Each token as a label for Plotly or HTML: `12 ␣the`, escaped, unlike every other."""
         return [f"{position} {token_text(text)}" for position, text in enumerate(self.texts)]
+
+    @property
+    def feed_forward(self) -> str:
+        """What its feed-forward layers are called."""
+        return "feed-forward" if self.lacks("experts") else "MoE"
+
+    @property
+    def causal(self) -> bool:
+        """Whether no query sees later tokens."""
+        return all(rule is None or rule.causal for rule in self.rules)
 
     # Places
 
@@ -162,15 +188,20 @@ class LiveRun:
     # Attention
 
     def pattern(self, layer: int, visit: int, head: int) -> np.ndarray:
-        """P [query, key] of one head, made from Q and K; 0 above the diagonal."""
+        """P [query, key] of one head, made from Q and K; 0 where a query can't see.
+
+        Raises:
+            InputError: no such place, or a layer without attention.
+        """
         self._check(head=head)
         step = self.plan.step(layer, visit).index
-        size = self.queries.shape[-1]
+        if why := self.lacks("Q", layer):
+            raise InputError(f"layer {layer} has no attention: {why}")
+        if step in self.maps:
+            return self.maps[step][head]
+        rule = (self.rules[step] if self.rules else None) or RowRule(self.queries.shape[-1] ** -0.5)
         keys = self.keys[step, :, head // (self.heads // self.keys.shape[2])]
-        scores = self.queries[step, :, head] @ keys.T * size**-0.5
-        scores[np.triu_indices(len(self), 1)] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        return weights / weights.sum(-1, keepdims=True)
+        return rule.pattern(self.queries[step, :, head], keys, head)
 
     def difference(self, layer: int, head: int, visits: tuple[int, int] | None = None) -> np.ndarray:
         """P [query, key] at the later visit minus P at the earlier.
@@ -193,7 +224,9 @@ class LiveRun:
         query = self.at(query)
         pair = self.pair(layer, visits)
         steps = (pair.earlier, pair.later) if pair else (self.plan.step(layer, 1),)
-        rows = [self.pattern(layer, step.visit, head)[query, : query + 1] for step in steps]
+        rows = [self.pattern(layer, step.visit, head)[query] for step in steps]
+        seen = query + 1 if self.causal else len(self)
+        rows = [row[:seen] for row in rows]
         tops = [np.argsort(-row, kind="stable")[:n].tolist() for row in rows]
         first, last = tops[0], tops[-1]
         found: list[KeyChange] = []
@@ -210,6 +243,10 @@ class LiveRun:
         return found
 
     # Experts
+
+    def routed(self, layer: int) -> bool:
+        """Whether a layer chooses among experts."""
+        return self.experts.shape[-1] > 0 and not self.lacks("experts", layer)
 
     def expert_changes(self, layer: int, token: int, visits: tuple[int, int] | None = None) -> list[ExpertChange]:
         """The experts that a token used at either visit: kept, dropped and new, each group by gate."""
@@ -231,9 +268,10 @@ class LiveRun:
         ]
 
     def experts_kept(self, layer: int, visits: tuple[int, int] | None = None) -> np.ndarray | None:
-        """[token] how many of the k experts are the same at both visits; None where the layer has one visit."""
+        """[token] how many of the k experts are the same at both visits; None where the layer has one visit, or
+        no experts."""
         pair = self.pair(layer, visits)
-        if pair is None:
+        if pair is None or not self.routed(layer):
             return None
         earlier, later = self.experts[pair.earlier.index], self.experts[pair.later.index]
         return (earlier[:, :, None] == later[:, None, :]).any(-1).sum(-1)
@@ -252,8 +290,10 @@ class LiveRun:
 
     def target(self, position: int = -1) -> int:
         """What ablations are judged by unless told otherwise: the token that follows in the prompt; after the last
-        one, the most likely token."""
+        one, the most likely token. Of a masked language model, the token itself."""
         position = self.at(position)
+        if not self.predicts_next:
+            return int(self.tokens[position])
         return int(self.tokens[position + 1] if position + 1 < len(self) else self.logits[position].argmax())
 
     def readout(self, position: int = -1, *, coda: bool = False) -> list[LensRow]:
@@ -264,7 +304,7 @@ class LiveRun:
         """
         lens, position = self.coda_lens if coda else self.lens, self.at(position)
         if lens is None:
-            raise InputError("this model has no layers after a loop, so no coda lens")
+            raise InputError(self.lacks("lens") or "this model has no layers after a loop, so no coda lens")
         return [
             LensRow(
                 step.layer,

@@ -58,6 +58,7 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
             running: list[Any] = []
             on_progress(ledger.tokens, total)
             with interrupt_between_contexts() as interrupted:
+                ledger.stopped = lambda: bool(interrupted)
                 while not interrupted:
                     while len(running) < request.workers and (task := next(tasks, None)) is not None:
                         running.append(remote.remote(shared, task))

@@ -43,6 +43,7 @@ def record_with_workers(prepared: PreparedRun, on_progress: Callable[[int, int],
         crew = _Crew(prepared, ledger, tasks, on_progress)
         try:
             with interrupt_between_contexts() as interrupted:
+                ledger.stopped = lambda: bool(interrupted)
                 crew.work(interrupted)
         finally:
             crew.dismiss()
@@ -205,10 +206,10 @@ def _work(pipe: Connection, request: RunRequest, contexts: PackedTokens, run: di
     try:
         with sole_writer(request.out, f"w{number:02d}"):
             writer = PreparedRun(request, contexts).shard_writer()
+            writer.stopped = pipe.poll  # the only message while it works is the one to stop
             pipe.send(("ready", None))
             while (task := pipe.recv()) is not None:
-                # The only message while it works is the one to stop.
-                shard = writer.write(task, run, tell, stop=pipe.poll, before_commit=check_driver)
+                shard = writer.write(task, run, tell, stop=writer.stopped, before_commit=check_driver)
                 pipe.send(("shard", shard))
     except VisitlensError as error:
         pipe.send(("error", error))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.console import console, plain
+from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.kernels.errors import InputError, UnavailableError
 
 
@@ -16,8 +17,13 @@ def app(
         list[str] | None, typer.Argument(help="Recordings, folders of them, or a grid folder; s3://... too.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder: for the live probe, and for token text.")
-    ] = None,
+        str, typer.Option(help="Checkpoint folder or hub name: for the live probe, and for token text.")
+    ] = "",
+    steps: Steps = None,
+    state_seed: StateSeed = None,
+    trust_remote_code: TrustRemoteCode = False,
+    family: FamilyName = "",
+    tie_copies: TieCopies = False,
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8050,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another than this machine's own needs --token.")
@@ -30,18 +36,23 @@ def app(
     token: Annotated[str, typer.Option(help="Secret to ask for; 'auto' makes one.")] = "",
     allow_host: Annotated[list[str] | None, typer.Option(help="A name by which a proxy calls this server.")] = None,
 ) -> None:
-    """Look at recordings in the browser."""
+    """Look at recordings in the browser.
+
+    The live probe reads --model by the options given, and what isn't given as its recordings say.
+    """
     try:
         from visitlens.app.server import Access, build, make_token, serve
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("dash", "dash_ag_grid", "flask", "waitress"):
             raise
         raise UnavailableError("the dashboard needs Dash: pip install 'visitlens[app]'") from error
-    from visitlens.app.context import Context
+    from visitlens.app.context import Context, checkpoint_folder
     from visitlens.app.registry import Registry
 
-    if model is not None and not (model / "config.json").is_file():
-        raise InputError(f"{model}: no config.json there; --model takes a checkpoint folder")
+    options = model_options(steps, state_seed, trust_remote_code, family, tie_copies)
+    if options and not model:
+        raise InputError(f"--{next(iter(options)).replace('_', '-')} says how a model is read: give --model too")
+    checkpoint = checkpoint_folder(model) if model else None
     secret = make_token() if token == "auto" else token
     access = Access(host, secret, tuple(allow_host or ()))
     places: list[Path | str] = [*(recordings or [])]
@@ -50,8 +61,8 @@ def app(
         from visitlens.probe.bundled import PAIR
 
         places += demo_recordings(lambda text: console.print(plain(text)))
-        model = model or PAIR["looped"]
-    context = Context(Registry(places), model, clean_prefix(prefix))
+        checkpoint = checkpoint or PAIR["looped"]
+    context = Context(Registry(places), checkpoint, clean_prefix(prefix), model_options=options)
 
     def ready(port: int) -> None:
         name = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host

@@ -20,6 +20,7 @@ from visitlens.app.live_cards import (
 )
 from visitlens.app.live_choice import PARAMETERS, choice
 from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms_panel, scan_panel
+from visitlens.app.live_reading import read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
 from visitlens.kernels.errors import InputError, VisitlensError
@@ -35,7 +36,11 @@ def service(context: Context) -> LiveService:
     """The model and its queue, one a dashboard."""
     if PATH not in context.services:
         assert context.checkpoint is not None, "the page isn't drawn without a model"
-        context.services[PATH] = LiveService(context.checkpoint)
+
+        def options(weights: str) -> dict[str, Any]:
+            return read_as(context.registry.entries(), weights, context.model_options)
+
+        context.services[PATH] = LiveService(context.checkpoint, options=options)
     return context.services[PATH]
 
 
@@ -55,10 +60,13 @@ def layout(view: View) -> list[Any]:
     answers = answers_of(live, run)
     ablation, said = _other(live, view, "silence", SilencedHead, run)
     scan, said_of_scan = _other(live, view, "scan", HeadScan, run)
+    without = run.lacks("Q", chosen.layer)
     items: list[Any] = [
         prompt_card(live, run),
         tokens_card(view, run, chosen, answers),
-        maps_panel(view, run, chosen, answers),
+        state(f"Layer {chosen.layer} has no attention", [_sentence(without)], "note wide")
+        if without
+        else maps_panel(view, run, chosen, answers),
         experts_card(run, chosen),
         keys_card(view, run, chosen),
         output_card(run, chosen),
@@ -68,7 +76,8 @@ def layout(view: View) -> list[Any]:
         items.append(scan_panel(view, scan))
     if run.plan.looped_layers:
         items.append(heads_panel(view, run, chosen))
-    return [*items, norms_panel(view, run, chosen), lens_card(run, chosen), lens_panel(view, run, chosen)]
+    lenses = [lens_card(run, chosen), *([lens_panel(view, run, chosen)] if run.lens else [])]
+    return [*items, norms_panel(view, run, chosen), *lenses]
 
 
 def answers_of(live: LiveService, run: LiveRun) -> tuple[tuple[int, int], ...]:

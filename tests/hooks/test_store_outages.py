@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -114,6 +116,37 @@ def test_a_long_outage_is_one_error_that_says_what_is_kept(
     after = Recording(url)
     assert after.complete and validate(url).exit_code == 0
     assert {shard["name"]: shard["sha256"] for shard in after.shards}.items() >= before.items()
+
+
+def test_ctrl_c_ends_the_waiting_and_says_what_is_kept(
+    put, url: str, outage: Outage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ObjectStore, "patience", 600.0)  # 10 s to the second try
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO, "visitlens")
+    pressed: list[float] = []
+
+    def go_down() -> None:
+        wait_for(lambda: "manifest.json" in ObjectStore(url).sizes())
+        outage.begin()
+        threading.Thread(target=press, daemon=True).start()
+
+    def press() -> None:
+        wait_for(lambda: "trying again in 10 s" in caplog.text)
+        pressed.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        put(at_context(4, go_down))
+    assert pressed and time.monotonic() - pressed[0] < 5, "not the pause, nor the outage"
+    outage.end()
+    kept = Recording(url)
+    assert 0 < kept.tokens < kept.run["tokens"] and str(caught.value) == (
+        f"stopped while the store failed ({url}: could not connect to the endpoint). {kept.tokens:,} tokens are committed there and "
+        "stay; the same command goes on from them"
+    )
+    put()
+    assert Recording(url).complete
 
 
 def wait_for(true: Callable[[], bool]) -> None:

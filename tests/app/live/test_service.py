@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from tests.tiny_live import HOSTILE, LONG, Held, ran
 
 from visitlens.app.context import Context
+from visitlens.app.embedded import dashboard
 from visitlens.app.jobs import JobQueue
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
@@ -53,7 +54,7 @@ def test_a_checkpoint_that_cant_be_read_is_a_message(tmp_path: Path) -> None:
     service = LiveService(tmp_path)
     assert service.presets == ()
     state = service.jobs.wait(service.probe("tab", "ab"), LONG)
-    assert state.status == "failed" and "expected config.json with architecture" in state.message
+    assert state.status == "failed" and "a checkpoint folder holds config.json" in state.message
     service.jobs.close()
 
 
@@ -133,3 +134,12 @@ def test_exports_of_every_panel(live_site: Any, live: LiveService) -> None:
         for format_ in ("csv", "json", "rows"):
             with urlopen(f"{live_site.url}export/live/{key}.{format_}?job={job}&at=4") as answer:
                 assert len(answer.read()) > 100, (key, format_)
+
+
+def test_how_a_model_is_read_is_asked_with_the_model_alone(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = run("app", "--no-browser", "--state-seed", 0)
+    assert code == 1 and "--state-seed says how a model is read: give --model too" in err and err.count("error:") == 1
+    code, _, err = run("app", "--no-browser", "--model", "nowhere")
+    assert code == 1 and "nowhere: no such checkpoint folder; bundled models are" in err
+    with pytest.raises(InputError, match=r"steps: say which model is read so \(model=\.\.\.\)"):
+        dashboard(steps=8)

@@ -16,9 +16,12 @@ from transformers import modeling_rope_utils
 from transformers.utils.generic import ModelOutput
 
 import visitlens as vl
+from visitlens.app.live_reading import read_as
+from visitlens.app.live_service import LiveService
+from visitlens.app.registry import Registry
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.kernels.errors import CheckpointError, InputError
-from visitlens.probe.ablation_run import as_recorded
+from visitlens.probe.reading import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]
 CODE = {
@@ -102,7 +105,7 @@ def test_the_random_state_is_of_its_seed_and_ablate_reads_a_model_as_recorded(
     here = ("--out", out, "--context", 40, trust, "--no-checks", "--steps", 2)
     code, _, err = run("record", folder, words, *here, "--state-seed", 3, "--max-tokens", 80)
     assert code == 0, err
-    rec = vl.open(out)
+    rec, trusted = vl.open(out), {"trust_remote_code": True}
     assert rec.recording.provenance["model_options"] == {"trust_remote_code": True, "steps": 2, "state_seed": 3}
     assert rec.recording.config["state_seed"] == 3
     assert "the initial state is drawn with seed 3" in run("info", out)[1]
@@ -126,6 +129,17 @@ def test_the_random_state_is_of_its_seed_and_ablate_reads_a_model_as_recorded(
     assert run(*judged, trust)[0] == run(*judged, trust, "--steps", 2, "--state-seed", 3, "--again")[0] == 0
     code, _, err = run("ablate", other, *judged[2:], trust, "--state-seed", 5)
     assert code == 1 and "recorded with --state-seed 0, not 5" in err
+
+    probed = LiveService(folder, options=lambda weights: read_as(Registry([out]).entries(), weights, trusted))
+    assert probed._loaded().config.state_seed == 3 and len(probed._loaded().plan) == 6
+    entries = Registry([out, other]).entries()
+    weights = str(rec.provenance["weights_sha256"])
+    with pytest.raises(InputError, match=r"other with --state-seed 0, run with --state-seed 3\. Start .* --state-seed"):
+        read_as(entries, weights, trusted)
+    assert read_as(entries, weights, {**trusted, "state_seed": 9}) == {"steps": 2, **trusted, "state_seed": 9}
+    assert read_as(entries, "another model's", trusted) == trusted
+    with pytest.raises(InputError, match=r"^run\.vlens: .* give --trust-remote-code again"):
+        read_as(entries, weights, {"steps": 2, "state_seed": 3})
 
     code, text, _ = run("inspect", folder, trust, "--no-checks", "--state-seed", 7)
     assert code == 0 and "drawn with seed 7" in text
