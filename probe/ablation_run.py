@@ -115,41 +115,6 @@ def ablate_recording(
     return written
 
 
-<<<<<<< HEAD
-def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
-    """How the recording's model is read: `given`, and the rest of what its provenance says (`steps`, `family` ...). That code may
-    run is nothing that a recording decides: `trust_remote_code` is only ever given.
-
-    Raises:
-        InputError: the two contradict each other, or it was read with options unknown here.
-    """
-    place, said = rec.recording.place, rec.recording.provenance.get("model_options") or {}
-    recorded, given = (_said(options) if isinstance(options, Mapping) else {"": options} for options in (said, given))
-    if not all(name in _READ and _READ[name](value) for name, value in recorded.items()):
-        raise InputError(f"{place}: its model was read with options that this visitlens doesn't know: {said!r:.200}")
-    says = {"state_seed": rec.recording.config.get("state_seed"), **recorded}
-    for name, value in given.items():
-        if name != "trust_remote_code" and says.get(name) not in (None, value):
-            option = name.replace("_", "-")
-            raise InputError(
-                f"{place}: its model was recorded with --{option} {says[name]}, not {value}: leave --{option} out to take it as "
-                "recorded, or record it so"
-            )
-    if recorded.get("trust_remote_code") and not given.get("trust_remote_code"):
-        raise InputError(
-            f"{place}: its model was read by running the Python files of the checkpoint. A recording isn't believed in that: read "
-            "them, and give --trust-remote-code again"
-        )
-    return {**recorded, **given}
-
-
-def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that are named to say that they are as ever."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
-
-
-=======
->>>>>>> appmodel
 def ablate(
     model: Any, task: Task, *, metric: Metric = nll, metric_name: str = "loss", mode: str = "zero", **options: Any
 ) -> HeadAblation:

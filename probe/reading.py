@@ -17,12 +17,10 @@ def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: the two contradict each other, or it was read with options unknown here.
     """
-    place, recorded = rec.recording.place, rec.recording.provenance.get("model_options") or {}
-    known = isinstance(recorded, Mapping) and all(name in _READ and _READ[name](v) for name, v in recorded.items())
-    if not known:
-        raise InputError(
-            f"{place}: its model was read with options that this visitlens doesn't know: {recorded!r:.200}"
-        )
+    place, said = rec.recording.place, rec.recording.provenance.get("model_options") or {}
+    recorded, given = (_said(options) if isinstance(options, Mapping) else {"": options} for options in (said, given))
+    if not all(name in _READ and _READ[name](value) for name, value in recorded.items()):
+        raise InputError(f"{place}: its model was read with options that this visitlens doesn't know: {said!r:.200}")
     says = {"state_seed": rec.recording.config.get("state_seed"), **recorded}
     for name, value in given.items():
         if name != "trust_remote_code" and says.get(name) not in (None, value):
@@ -37,6 +35,11 @@ def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
             "them, and give --trust-remote-code again"
         )
     return {**recorded, **given}
+
+
+def _said(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are named to say that they are as ever."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 _READ: dict[str, Callable[[Any], bool]] = {
