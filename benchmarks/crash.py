@@ -78,6 +78,8 @@ class _Trial:
             finished = self._once(path, self.random.uniform(0, 0.4 * seconds))
             self._check_acknowledged(path)
             self.found["partial_files_left_by_kills"] += len(list(path.rglob("*.tmp")))
+            if not self.acknowledged:
+                seconds *= 2  # a busier machine than before: what was never listed can't be lost
             if finished:
                 self._finish(path)
                 path = self.folder / f"{self.found['kills']}.vlens"

@@ -200,14 +200,17 @@ class _Replay:
             at = next(calls)
             return tree_map_only(Tensor, Tensor.clone, self.outputs[at]) if at < start else forward(*args, **kwargs)
 
-        modules = _layers(self.model)
+        held = {module: vars(module).get("forward") for module in _layers(self.model)}
         try:
-            for module in modules:
+            for module in held:
                 module.forward = partial(instead, module.forward)
             yield
         finally:
-            for module in modules:
-                vars(module).pop("forward", None)
+            for module, own in held.items():
+                if own is None:
+                    del module.forward
+                else:
+                    module.forward = own
 
 
 def _layers(model: AdaptedModel) -> list[Any]:
