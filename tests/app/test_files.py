@@ -115,7 +115,7 @@ def test_the_command_serves_says_where_and_ends(folder: Path) -> None:
         (["nowhere.vlens"], "no such file"),
         (["--host", "0.0.0.0"], "--token"),
         (["--prefix", "/a b/"], "prefix"),
-        (["--model", "nowhere"], "config.json"),
+        (["--model", "nowhere"], "no such checkpoint folder"),
     ],
 )
 def test_bad_options_are_one_clear_error(run, arguments: list[str], said: str) -> None:
