@@ -19,16 +19,21 @@ def brings_loader(folder: Path) -> bool:
     return (folder / LOADER).is_file()
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files, in the order of their names; where a folder brings its loader and has none, its other weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and brings_loader(folder):
+        files = sorted(file for pattern in OTHER_WEIGHTS for file in folder.glob(pattern))
+    return files
+
+
 def weights_sha256(folder: Path) -> str:
-    """Of the safetensors files, in the order of their names; of one file, its own SHA-256. Where a folder brings its loader and
-    has none, of its other weight files.
+    """Of the weight files one after another; of one file, its own SHA-256.
 
     Raises:
         CheckpointError: no weights there.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and brings_loader(folder):
-        files = sorted(file for pattern in OTHER_WEIGHTS for file in folder.glob(pattern))
+    files = weight_files(folder)
     if not files:
         raise CheckpointError(f"{folder}: no {_expected(folder)}")
     if len(files) == 1:

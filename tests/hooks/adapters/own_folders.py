@@ -15,7 +15,7 @@ from torch import nn
 
 LOADER = "visitlens_loader.py"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "adapters.md"
-MOEUT = '''\
+MOEUT = """\
 from safetensors.torch import load_model
 from torch import nn
 
@@ -30,7 +30,7 @@ def load(folder, *, dtype, device, **options):
     model.embedding, model.lm_head = nn.Embedding(61, 16), nn.Linear(16, 61)
     load_model(model, folder / "model.safetensors")
     return vl.adapt(model.to(device, dtype), MoEUT(context_length=64, **options))
-'''
+"""
 STEPS = {"documented": [0, 1, 2, 1, 2], "moeut": [0, 1] * 3}
 """Physical layer of each step, by hand."""
 
