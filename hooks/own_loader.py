@@ -77,7 +77,7 @@ def load_own(
     except TypeError as error:
         raise CheckpointError(f"{file}: load{signature(load)}: {error}; expected {_EXPECTED}") from None
     with _told(folder, "load"):
-        model = load(folder, dtype=dtype, device=device, **taken)
+        model: Any = load(folder, dtype=dtype, device=device, **taken)
     _check(model, file, dtype, device)
     if left.pop("tie_copies", False):
         tie(model.model if isinstance(model, AdaptedModel) else model)

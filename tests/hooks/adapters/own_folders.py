@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_model
-from tests.hooks.adapters.remote_code import tiny_moeut
+from tests.hooks.adapters.remote_code import tiny_moeut, tiny_ragged
 from torch import nn
 
 LOADER = "visitlens_loader.py"
@@ -30,6 +30,19 @@ def load(folder, *, dtype, device, **options):
     model.embedding, model.lm_head = nn.Embedding(61, 16), nn.Linear(16, 61)
     load_model(model, folder / "model.safetensors")
     return vl.adapt(model.to(device, dtype), MoEUT(context_length=64, **options))
+"""
+RECURSIVE = """\
+from safetensors.torch import load_model
+from tiny_ragged import Recursive
+
+import visitlens as vl
+from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
+
+
+def load(folder, *, dtype, device):
+    model = Recursive()
+    load_model(model, folder / "model.safetensors")
+    return vl.adapt(model.to(device, dtype), MixtureOfRecursions())
 """
 STEPS = {"documented": [0, 1, 2, 1, 2], "moeut": [0, 1] * 3}
 """Physical layer of each step, by hand."""
@@ -60,6 +73,16 @@ def moeut(folder: Path) -> Path:
     model = tiny_moeut.TinyMoEUT()
     model.embedding, model.lm_head = nn.Embedding(61, 16), nn.Linear(16, 61)
     save_model(model, str(folder / "model.safetensors"))
+    return folder
+
+
+def recursive(folder: Path) -> Path:
+    """A Mixture of Recursions; its words aren't those of the other folders, so it has no tokenizer."""
+    folder.mkdir()
+    shutil.copy(str(tiny_ragged.__file__), folder)
+    (folder / LOADER).write_text(RECURSIVE)
+    torch.manual_seed(8)
+    save_model(tiny_ragged.Recursive(), str(folder / "model.safetensors"))
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.hooks.adapters import own_folders
 from tests.hooks.adapters.own_folders import FOLDERS, LOADER, STEPS
 
 import visitlens as vl
@@ -216,6 +217,11 @@ def test_folders_keep_their_code_to_themselves(folder: Callable[..., Path]) -> N
     new = set(sys.modules) - before
     assert sys.path == paths and not new & {"model", "late", "package", LOADER.removesuffix(".py")}
     assert not list(documented.rglob("__pycache__"))
+
+
+def test_a_mixture_of_recursions_is_a_folder_too(recursive: Any, tmp_path: Path) -> None:
+    read: Any = vl.load_model(own_folders.recursive(tmp_path / "mor"), trust_remote_code=True)
+    assert read.plan == recursive.plan and torch.equal(read(TOKENS % 40), recursive(TOKENS % 40))
 
 
 def test_weights_of_other_kinds_and_none(folder: Callable[..., Path], words: Path, run: Run, tmp_path: Path) -> None:
