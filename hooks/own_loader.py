@@ -14,7 +14,7 @@ import importlib
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
@@ -126,9 +126,12 @@ def _check(made: Any, file: Path, dtype: torch.dtype, device: str) -> None:
 
 @contextmanager
 def _told(folder: Path, what: str) -> Iterator[None]:
-    """An error of the folder's code as one of ours, which says where in that code it came up."""
+    """An error of the folder's code as one of ours, which says where in that code it came up. What it prints goes to stderr, where
+    no result of a command is; a default dtype that it sets, which later sums would be made in, is put back."""
+    before = torch.get_default_dtype()
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"
@@ -138,6 +141,8 @@ def _told(folder: Path, what: str) -> Iterator[None]:
         name = "" if isinstance(error, VisitlensError) else f"{type(error).__name__}: "
         kind = InputError if isinstance(error, InputError) else CheckpointError
         raise kind(f"{where}: {what} failed ({name}{error})") from error
+    finally:
+        torch.set_default_dtype(before)
 
 
 # Importing

@@ -251,11 +251,13 @@ def test_a_bare_module_is_inspected_and_one_of_a_known_family_needs_no_adapter(
     folder: Callable[..., Path], make_hf: Callable[..., Any], run: Run
 ) -> None:
     own = folder()
-    whole = (own / LOADER).read_text()
+    loud = "    print('loading')\n    torch.set_default_dtype(torch.float64)\n    model.visits ="
+    whole = "import torch\n" + (own / LOADER).read_text().replace("    model.visits =", loud)
     (own / LOADER).write_text(whole.replace("vl.adapt(model.to(device, dtype), MyFamily())", "model.to(device, dtype)"))
     code, text, err = run("inspect", own, TRUST, "--json")
     assert code == 0, err
     found = json.loads(text)
+    assert "loading" in err and torch.get_default_dtype() == torch.float32
     assert [step["layer"] for step in found["steps"]] == STEPS["documented"] and "proposed" in found["adapter"]
     assert run("inspect", own, TRUST, "--steps", 3, "--json")[1].count('"visit": 3') == 2
     code, _, err = run("inspect", own, TRUST, "--state-seed", 3)
