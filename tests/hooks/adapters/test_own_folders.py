@@ -21,6 +21,7 @@ from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
 from visitlens.hooks.checkpoint_files import code_sha256
 from visitlens.hooks.loading import resolve, weights_sha256
+from visitlens.hooks.sites import SITES
 from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
 from visitlens.probe.ablation_run import AblationRequest, ablate_recording
 from visitlens.probe.live_run import LiveRun
@@ -106,6 +107,44 @@ def test_from_record_to_the_live_probe(
     probed = service.find(job, LiveRun)
     service.jobs.close()
     assert (probed.logits == vl.load(own, trust_remote_code=True).run("w3 w4 w5").logits.numpy()).all()
+
+
+@torch.no_grad()
+def test_what_is_read_can_be_changed(folder: Callable[..., Path]) -> None:
+    """A clean run's own values change nothing; visit 1's experts at visit 2 are what a hook by hand makes of them."""
+    own = folder()
+    model: Any = vl.load_model(own, trust_remote_code=True)
+    plain = model(TOKENS)
+    for site in set(SITES) - {"P"} - set(model.config.missing):
+        with vl.intervene(model, vl.do.take(site, source=2, visit=2)):
+            assert torch.equal(model(TOKENS), plain), site
+    seen = list[torch.Tensor]()
+
+    def by_hand(router: Any, arguments: Any, result: Any) -> Any:
+        seen.append(result[1])
+        scores = result[0].softmax(-1)
+        return (result[0], seen[0], scores.gather(-1, seen[0])) if len(seen) == 2 else None
+
+    handle = model.model.blocks[1].moe.router.register_forward_hook(by_hand)
+    expected = model(TOKENS)
+    handle.remove()
+    assert not torch.equal(*seen)
+    with vl.intervene(model, vl.do.take("experts", layer=1, visit=2)):
+        assert torch.equal(model(TOKENS), expected) and not torch.equal(expected, plain)
+
+    outside = "scores, k = self.router(x)\n        gates, chosen = scores.softmax(-1).topk(k)"
+    taken = "        gates, chosen = scores.softmax(-1).topk(self.k)\n        return scores, chosen, gates"
+    code = (own / "model.py").read_text().replace(taken, "        return scores, self.k")
+    (own / "model.py").write_text(code.replace("_, chosen, gates = self.router(x)", outside))
+    model = vl.load_model(own, trust_remote_code=True)
+    assert torch.equal(model(TOKENS), plain)
+    with vl.intervene(model, vl.do.scale("router", 2.0)):
+        assert not torch.equal(model(TOKENS), plain)
+    with (
+        pytest.raises(InputError, match=r"experts can't be changed at .*: no top k over the 8 experts ran inside"),
+        vl.intervene(model, vl.do.take("experts", visit=2)),
+    ):
+        model(TOKENS)
 
 
 def test_levels_workers_and_generation_are_those_of_any_model(
