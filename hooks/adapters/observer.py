@@ -123,6 +123,11 @@ class StepObserver:
             def output(_: Any, __: Any, result: Any) -> Any:
                 if not isinstance(result, tuple):
                     return self._store(read.site, result)
+                if read.item >= len(result):
+                    raise InputError(
+                        f"{read.site!r} is read from output {read.item} of {read.module or 'the layer'!r}, which gave {len(result)}: mend the "
+                        "Read's `item`"
+                    )
                 new = self._store(read.site, result[read.item])
                 return None if new is None else (*result[: read.item], new, *result[read.item + 1 :])
 
@@ -205,7 +210,7 @@ class StepObserver:
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int, path: str) -> None:
         if recomputing():
             return
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self.shape, self.places, self.there = tuple(hidden.shape[:2]), None, None
         self.step = self.clock.enter(layer).index
         if (visited := self.adapted.anatomy.layers[layer].visited) is not None:
@@ -301,6 +306,11 @@ def _up(path: str, names: int) -> str:
 
 
 def _argument(read: Read, args: tuple, kwargs: dict) -> Tensor:
+    if read.item >= len(args) and read.name not in kwargs:
+        raise InputError(
+            f"{read.site!r} is read from argument {read.item} of {read.module or 'the layer'!r}, or its keyword {read.name!r}, and it was "
+            f"called with {len(args)} arguments and the keywords {', '.join(kwargs) or '(none)'}: mend the Read's `item` or `name`"
+        )
     return args[read.item] if read.item < len(args) else kwargs[read.name]
 
 
