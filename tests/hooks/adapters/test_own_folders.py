@@ -204,7 +204,13 @@ def test_a_recording_is_of_its_code_and_options(
     judged = ("ablate", out, "--model", own, TRUST, "--metric", "text", "--text", words, "--max-tokens", 40)
     below = own / "parts"
     below.mkdir()
-    for changed in (own / "model.py", own / "config.json", below / "new.py"):
+    (own / "a.py").mkdir()  # no file, and a link that leads back
+    (own / "loop").symlink_to(own)
+    (own / "gone.py").symlink_to(tmp_path / "nowhere")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (own / "elsewhere").symlink_to(linked)
+    for changed in (own / "model.py", own / "config.json", below / "new.py", linked / "new.py"):
         before = changed.read_text() if changed.exists() else None
         changed.write_text(f"{before or ''}\n")
         code, _, err = run(*here)
