@@ -132,6 +132,7 @@ def test_a_ray_cluster_of_two_nodes_that_loses_one_writes_the_same(
     for name in ("gcs_server_port_wait_time_s", "worker_register_timeout_seconds"):
         monkeypatch.setenv(f"RAY_{name}", "600")
     monkeypatch.setenv("RAY_health_check_timeout_ms", "600000")
+    monkeypatch.setenv("RAY_health_check_period_ms", "500")  # a killed node is noticed in 3 s, not 15
     out, killed = tmp_path / "r.vlens", []
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
