@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -137,16 +138,16 @@ def test_a_stopped_run_ends_bit_identical(at: int, finished: Path, corpus: Corpu
 
 def test_branches_fork_from_one_stable_run_and_may_be_added(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
     """(6000, 9000) in one go, or 9000 added to a finished 6000: the same two models."""
-    both = train(CONFIG, replace(RECIPE, horizons=(6000, 9000)), corpus, tmp_path, cadence=CADENCE)
+    out = tmp_path / "both"
+    both = train(CONFIG, replace(RECIPE, horizons=(6000, 9000)), corpus, out, cadence=CADENCE)
     assert same(weights(both[0]), weights(finished / "tokens-6000"))
     assert not same(weights(both[0]), weights(both[1]))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     stable = [row["tokens"] for row in rows if row["branch"] == 0 and "loss" in row]
     assert stable == sorted(set(stable)) and max(stable) <= 9000 - 2400 + 768
-    assert train(CONFIG, replace(RECIPE, horizons=(9000,)), corpus, finished, cadence=CADENCE) == [
-        finished / "tokens-9000"
-    ]
-    assert same(weights(both[1]), weights(finished / "tokens-9000"))
+    more = Path(shutil.copytree(finished, tmp_path / "more"))
+    assert train(CONFIG, replace(RECIPE, horizons=(9000,)), corpus, more, cadence=CADENCE) == [more / "tokens-9000"]
+    assert same(weights(both[1]), weights(more / "tokens-9000"))
 
 
 def test_a_folder_of_another_run_is_refused(finished: Path, corpus: Corpus) -> None:
