@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_live import byte_tokenizer
+from tests.tiny_live import LONG, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.app import layout
@@ -127,10 +127,10 @@ def test_the_page_says_what_a_family_lacks(
     live._model = make_live(kind)
     context = Context(Registry(), tmp_path, services={page.PATH: live})
     id_ = live.probe("tab", PROMPT)
-    assert live.jobs.wait(id_, 60).status == "done"
+    assert live.jobs.wait(id_, LONG).status == "done"
     run = live.find(id_, page.LiveRun)
     scan = live.scan("tab", run, -1, None, "zero")
-    assert live.jobs.wait(scan, 60).status == "done"
+    assert live.jobs.wait(scan, LONG).status == "done"
     shown = layout.render(context, f"http://x/live?job={id_}&scan={scan}{asked}")
     text = str(shown.content)
     assert all(part in text for part in said) and "Which heads the target needs" in text
