@@ -103,7 +103,7 @@ def test_torchrun_records_what_one_process_does(folder: Path, single: Recording,
     command += ["-m", "visitlens", "record", str(folder / "model"), str(folder / "text.txt"), "-o", str(out)]
     command += ["--level", "tokens", "--dtype", "float64", "--shard-tokens", "100"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{out}\n" and result.stderr.count("tokens, 1 document;") == 1  # rank 0 alone speaks
     rec = Recording(out)
