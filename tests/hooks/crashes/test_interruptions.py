@@ -105,7 +105,7 @@ def test_documents_that_are_groups_of_their_own_get_other_groups_as_more_come(
             repair(path)
         rec = resume(path, text=part, groups=6, shard_tokens=1)
         runs.append(rec.run)
-        assert_whole(rec, resume(tmp_path / f"unbroken{tokens}.vlens", text=part, groups=6, shard_tokens=1), part)
+        assert_whole(rec, resume(tmp_path / f"unbroken{tokens}.vlens", text=part, groups=6), part)
         assert validate(path).exit_code == 0
     assert [run["groups"] for run in runs] == [1, 4, 6, 6]
     assert runs[-1]["extends"] == [run["config_sha256"] for run in runs[:-1]]
