@@ -175,12 +175,12 @@ def test_a_lost_summary_of_a_finished_recording_is_rebuilt(resume, unbroken: Rec
 class Child:
     """A process of its own that does `work(say)`; what it says and what it raises comes back. Killed in the end at the latest."""
 
-    def __init__(self, work: Callable[[Callable[[str], None]], object]) -> None:
+    def __init__(self, work: Callable[[Callable[[str], object]], object]) -> None:
         self.reader, writer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                work(lambda text: (os.write(writer, text.encode()), None)[1])
+                work(lambda text: os.write(writer, text.encode()))
             except BaseException as error:
                 os.write(writer, repr(error).encode())
             finally:
@@ -218,7 +218,7 @@ def test_kill_9_in_the_middle_loses_and_doubles_nothing(
     the killed process has stopped there."""
     path = tmp_path / "r.vlens"
 
-    def work(say: Callable[[str], None]) -> None:
+    def work(say: Callable[[str], object]) -> None:
         rename, calls = Path.rename, list[str]()
 
         def look(now: str, name: str = "") -> None:

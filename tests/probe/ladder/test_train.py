@@ -247,7 +247,7 @@ def test_a_killed_process_resumes_to_the_same_bits(
     out, beside = tmp_path / "run", context()
     asked = command(corpus, config_file, out)[2:]
     ours, theirs = beside.Pipe()
-    killed: Any = beside.Process(target=stop_after_two_states, args=(theirs, *asked))
+    killed: Any = beside.Process(target=stop_after_two_states, args=(theirs, *asked), daemon=True)
     killed.start()
     theirs.close()
     assert ours.poll(600) and ours.recv() == "stable.safetensors"
