@@ -70,7 +70,6 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                 ],
                 className="live-status",
             ),
-            dcc.Store(id="live-tab", storage_type="session"),
             dcc.Store(id="live-active", storage_type="session"),
             dcc.Store(id="live-go", data=None),  # said outright: a store that is told nothing takes back what it had
             dcc.Store(id="live-went"),

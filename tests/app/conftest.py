@@ -15,6 +15,7 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
+from tests.answers import Answers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 
@@ -33,10 +34,11 @@ LEAVE = "localStorage.clear(); document.getElementById('tray').replaceChildren()
 
 @dataclass
 class Site:
-    """A running dashboard; `url` ends with its prefix."""
+    """A running dashboard; `url` ends with its prefix, `answers` can be kept back."""
 
     url: str
     context: Context
+    answers: Answers
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +48,12 @@ def serve() -> Iterator[Callable[..., Site]]:
 
     def start(*paths: Path, checkpoint: Path | None = None, prefix: str = "/", access: Access | None = None) -> Site:
         context = Context(Registry(paths), checkpoint, prefix)
-        application = behind_prefix(build(context, access).server, prefix)
-        server: Any = create_server(
-            application, host="127.0.0.1", port=0, threads=4, clear_untrusted_proxy_headers=True
-        )
+        answers = Answers(behind_prefix(build(context, access).server, prefix))
+        server: Any = create_server(answers, host="127.0.0.1", port=0, threads=8, clear_untrusted_proxy_headers=True)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
-        return Site(f"http://127.0.0.1:{server.effective_port}{prefix}", context)
+        return Site(f"http://127.0.0.1:{server.effective_port}{prefix}", context, answers)
 
     yield start
     for server, _ in running:
