@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""What has come is drawn."""
 MOST = 120.0
 """Seconds that anything is waited for; only a failure takes so long."""
 

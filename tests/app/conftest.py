@@ -28,6 +28,7 @@ from visitlens.probe.opened import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
 """What is there once a page is drawn."""
+UNDRAWN = "main .graph:not([data-drawn]), #heads-table:not(:has(.ag-row))"
 LEAVE = "localStorage.clear(); document.getElementById('tray').replaceChildren(); document.getElementById('palette').close()"
 """What a person does who leaves a tab to the next one."""
 
@@ -135,7 +136,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no Chromium is installed (.ci/install-chromium)")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
+        chromium = playwright.chromium.launch(executable_path=path, args=arguments, timeout=300_000)
         yield chromium
         chromium.close()
 
@@ -168,6 +169,10 @@ class Visitor:
         chart = self.page.locator(f"#panel-{key} .chart")
         chart.locator(".graph[data-drawn]").wait_for(state="attached", timeout=60_000)
         return chart
+
+    def all_charted(self) -> None:
+        """Waits until all of the page is there: its charts, and its table that comes when the page rests."""
+        self.page.wait_for_function(f"() => !document.querySelector('{UNDRAWN}')")
 
     def choose(self, selector: str, value: str) -> None:
         self.page.select_option(f"select[name={selector}]", value)
@@ -205,7 +210,7 @@ class Visitor:
             }""",
             [trace, at],
         )
-        for step in range(600):
+        for step in range(1200):
             self.page.mouse.move(x - 3 * (step % 2), y)
             self.page.wait_for_timeout(50)
             boxes = [box for cursor in chart.locator(".cell-cursor").all() if (box := cursor.bounding_box())]

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.answers import FRAMES
 
 PAGE = "main.children"
 ARRIVED = "performance.getEntriesByType('resource').filter((e) => e.name.includes('_dash-update')).length"
-FRAMES = "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
 @pytest.fixture
