@@ -125,6 +125,23 @@ def test_a_run_survives_a_reload_of_its_tab(person: Any, held: Held) -> None:
     expect(person.page.locator(".live-text .token")).to_have_count(22)
 
 
+def test_run_pressed_again_before_the_answer_is_one_run(person: Any, live: LiveService, live_site: Any) -> None:
+    person.open("live")
+    before, answer = set(live.jobs._over), "live-prompt.value"
+    live_site.answers.keep(answer)
+    try:
+        person.page.fill("#live-prompt", "Anew")
+        for number in (1, 2, 3):
+            person.page.get_by_role("button", name="Run", exact=True).click()
+            live_site.answers.come(answer, number)
+    finally:
+        live_site.answers.pass_on()
+    expect(person.page.locator(".live-text .token")).to_have_count(5)
+    assert len({live.jobs._over[id_].owner for id_ in set(live.jobs._over) - before}) == 1, (
+        "nothing of it runs on unseen"
+    )
+
+
 def test_two_tabs_wait_for_each_other_and_cancel_only_their_own(
     person: Any, meet: Any, live_site: Any, held: Held
 ) -> None:
