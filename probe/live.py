@@ -98,7 +98,9 @@ class LiveModel:
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
-        """Few-shot Dyck prompts that fit the limit; none where the tokenizer can't write them."""
+        """Few-shot Dyck prompts that fit the limit; none where the tokenizer can't write them, or nothing follows a prompt."""
+        if "next token" in getattr(self.config, "missing", ()):
+            return ()
         try:
             found = dyck_presets(self.tokenizer)
         except InputError:
