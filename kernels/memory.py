@@ -1,4 +1,4 @@
-"""Makes glibc keep freed memory with the process, and lets go of it. No effect on other systems."""
+"""How glibc keeps freed memory: with the process, in few places, or not. No effect on other systems."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from functools import cache
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # names of glibc's malloc.h
 
 
 @cache
@@ -17,6 +17,12 @@ def keep_freed_memory() -> None:
     if (glibc := _glibc()) is not None:
         glibc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         glibc.mallopt(_MMAP_MAX, 0)
+
+
+def share_arenas() -> None:
+    """Threads that start from now on allocate in two arenas: of its own, each would keep what its largest answer took."""
+    if (glibc := _glibc()) is not None:
+        glibc.mallopt(_ARENA_MAX, 2)
 
 
 def give_back_freed_memory() -> None:
