@@ -17,8 +17,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from interleaved import interleaved, spread
 from machine import describe
-from peers import interleaved, make_bridge, make_model
+from peers import make_bridge, make_model
 
 import visitlens as vl
 from visitlens.hooks.generation import generate
@@ -96,9 +97,9 @@ def _without_start(pattern: torch.Tensor) -> torch.Tensor:
     return rest / rest.sum(-1, keepdim=True)
 
 
-def _ratios(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def _ratios(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     seconds, found = interleaved(ways, rounds)
-    return {"seconds_plain": round(seconds, 4)} | {name: round(ratio, 3) for name, ratio in found.items()}
+    return {"seconds_plain": round(seconds, 4)} | {name: spread(each) for name, each in found.items()}
 
 
 if __name__ == "__main__":

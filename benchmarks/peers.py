@@ -4,7 +4,7 @@
 
 HRM-Text with random weights (L layers run six times, H layers twice): transformers' own code, a looped family that a
 TransformerLens bridge loads as it is. Kept are the step inputs, both norms' outputs and both writes. Ratios are to the plain
-forward of the same model without a cache, CPU time, one thread, medians over interleaved rounds. The peers keep what they
+forward of the same model without a cache, CPU time, one thread, medians over interleaved rounds with their 95 % intervals. The peers keep what they
 keep: TransformerLens the last visit of each, nnsight all visits without labels. visitlens tells glibc to keep freed memory, which
 speeds up whatever runs after it in the process, the peers too. Memory is the peak resident set of one run less that of a plain
 forward, in processes of its own: the median of seven, since where freed memory lies differs from one to the next.
@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from interleaved import interleaved, spread
 
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
@@ -56,6 +56,7 @@ def main(
         return
     ways = _ways(hidden, tokens, contexts, WAYS)
     seconds, ratios = interleaved(ways, rounds)
+    against = {f"visitlens / {peer}": ratios["visitlens"] / ratios[peer] for peer in WAYS[2:]}
     sizes = ("--hidden", str(hidden), "--tokens", str(tokens), "--contexts", str(contexts))
     peaks = {name: sorted(_memory(name, sizes) for _ in range(PROCESSES)) for name in WAYS[1:]}
     steps = 16
@@ -65,7 +66,8 @@ def main(
         "versions": {name: version(name) for name in ("torch", "transformers", "transformer-lens", "nnsight")},
         "model": f"hrm_text, hidden {hidden}, {steps} steps; {contexts} contexts of {tokens} tokens; {rounds} rounds",
         "seconds_plain": seconds,
-        "ratio_to_plain_forward": ratios,
+        "ratio_to_plain_forward": {name: spread(each) for name, each in ratios.items()},
+        "ratio_to_peers": {name: spread(each) for name, each in against.items()},
         "payload_mb": len(SITES) * steps * contexts * tokens * hidden * 4 / 1e6,
         "map_mb": contexts * (hidden // 64) * tokens**2 * 4 / 1e6,
         "peak_memory_mb_over_plain": {name: statistics.median(mb) for name, mb in peaks.items()},
@@ -74,22 +76,6 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
-
-
-def interleaved(ways: dict[str, Callable[[], Any]], rounds: int) -> tuple[float, dict[str, float]]:
-    """Median CPU seconds of "plain", and each way's ratio to it: the median over rounds in which all run in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            start = time.process_time()
-            run()
-            if number:  # the first round warms up
-                seconds[name].append(time.process_time() - start)
-    plain = seconds["plain"]
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(each, plain, strict=True)) for name, each in seconds.items()
-    }
-    return statistics.median(plain), ratios
 
 
 def _ways(hidden: int, tokens: int, contexts: int, names: tuple[str, ...]) -> dict[str, Callable[[], Any]]:

@@ -4,7 +4,7 @@
 
 The denominator is the same model's forward on the same contexts with per-document SDPA and without logits (the
 recorder needs none), so the ratios are not flattered by work that recording leaves out. CPU time, one thread, medians
-of interleaved rounds. Memory is the peak resident set of processes that do only one of the two.
+of interleaved rounds with their 95 % intervals. Memory is the peak resident set of processes that do only one of the two.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +23,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from interleaved import interleaved, spread
 
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -68,7 +67,7 @@ def main(
     print(json.dumps(report, indent=2))
 
 
-def _ratios(checkpoint: Path, tokens: int, rounds: int) -> dict[str, float]:
+def _ratios(checkpoint: Path, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     model = load_model(checkpoint)
     request = RunRequest(checkpoint=checkpoint, text=SAMPLE, out=Path("unused"), max_tokens=tokens)
     contexts, _ = pack_text(request, model.config)
@@ -81,22 +80,8 @@ def _ratios(checkpoint: Path, tokens: int, rounds: int) -> dict[str, float]:
         "summary, numba": lambda: _record(model, contexts, "summary", names, "numba"),
         "tokens, numba": lambda: _record(model, contexts, "tokens", names, "numba"),
     }
-    return _interleaved(variants, rounds)
-
-
-def _interleaved(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median over rounds of each variant's CPU time / the first one's; the first round only warms up."""
-    ratios: dict[str, list[float]] = {name: [] for name in variants}
-    for round_ in range(rounds + 1):
-        seconds = {}
-        for name, run in variants.items():
-            began = time.process_time()
-            run()
-            seconds[name] = time.process_time() - began
-        if round_:
-            for name in variants:
-                ratios[name].append(seconds[name] / seconds["plain"])
-    return {name: round(statistics.median(values), 3) for name, values in ratios.items()}
+    _, ratios = interleaved(variants, rounds)
+    return {name: spread(each) for name, each in ratios.items()}
 
 
 def _plain(model: LoopedMoE, contexts: PackedTokens) -> None:
