@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from visitlens.app.registry import Entry, Registry, without_folder
 from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
+from visitlens.hooks.checkpoint_files import brings_loader
 from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe import loaded
 from visitlens.probe.figures.pair import Pair
@@ -116,14 +117,14 @@ def checkpoint_folder(model: Path | str) -> Path:
 
     Raises:
         CheckpointError: none of these.
-        InputError: a folder without config.json, or a recording.
+        InputError: a folder without config.json and without a loader of its own, or a recording.
     """
     folder = loaded.checkpoint(model)
     if not folder.is_dir():
         from visitlens.hooks.loading import resolve  # brings torch
 
         folder = resolve(folder)
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not brings_loader(folder):
         raise InputError(f"{model}: no config.json there; --model takes a checkpoint folder")
     return folder
 

@@ -11,7 +11,9 @@ StateSeed = Annotated[
     int | None,
     typer.Option(min=0, help="Seed of the random state that a model's loop starts from (Huginn); 0 by default."),
 ]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python files of the checkpoint; read them first.")
+]
 FamilyName = Annotated[
     str, typer.Option("--family", help="Read the model by this family's adapter, whatever its configuration says.")
 ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visitlens.hooks.checkpoint_files import weights_sha256
+from visitlens.kernels.errors import CheckpointError
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.opened import RecordedRun
 
@@ -28,9 +29,12 @@ class TokenTexts:
         """The tokenizer of the run's own weights; else the given checkpoint's, if the vocabularies have one size."""
         weights = run.provenance["weights_sha256"]
         for source in self._sources:
-            if source.vocabulary == run.recording.config.get("vocab_size") and (
-                source.folder == self._given or source.weights == weights
-            ):
+            alike = source.vocabulary == run.recording.config.get("vocab_size")
+            if alike and source.folder == self._given:
+                return source.tokenizer
+            if (
+                alike or source.vocabulary is None
+            ) and source.weights == weights:  # a folder with its own loader says no size
                 return source.tokenizer
         return None
 
@@ -55,14 +59,14 @@ class _Source:
     @cached_property
     def vocabulary(self) -> int | None:
         config = self._json("config.json")
-        return config.get("vocab_size") if isinstance(config, dict) else None
+        size = config.get("vocab_size") if isinstance(config, dict) else None
+        return size if isinstance(size, int) else None
 
     @cached_property
     def weights(self) -> str:
         try:
-            with (self.folder / "model.safetensors").open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError:
+            return weights_sha256(self.folder)
+        except (OSError, CheckpointError):
             return ""
 
     @cached_property

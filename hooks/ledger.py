@@ -301,7 +301,11 @@ def _difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     if "model" in fields and (inside := _unequal(theirs["model"], ours["model"])):
         said = [name for name in inside if name not in ("notes", "missing")] or inside  # those are words about the rest
         fields[fields.index("model")] = f"model ({', '.join(said[:3])})"
+    fields = [_SAID.get(field, field) for field in fields]
     return ", ".join(f"{field} differs" for field in fields) or "written by another version"
+
+
+_SAID = {"code_sha256": "the code in the model's folder (*.py, config.json)"}
 
 
 def _unequal(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -1,18 +1,22 @@
-"""Any model from a folder or a hub name: the native looped MoE, or one of transformers through its adapter. Never pickle."""
+"""Any model from a folder or a hub name: the native looped MoE, one of transformers through its adapter, or what the folder's own
+loader makes. Never pickle, but what such a loader reads."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from visitlens.hooks import checkpoint_files
+from visitlens.hooks.checkpoint_files import LOADER, OTHER_WEIGHTS, brings_loader
 from visitlens.hooks.models import checkpoint
 from visitlens.hooks.models.checkpoint import DTYPES
 from visitlens.kernels.errors import CheckpointError, InputError, UnavailableError
 
 if TYPE_CHECKING:
+    import torch
+
     from visitlens.hooks.instrumented import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
@@ -30,9 +34,10 @@ def load_model(
 ) -> LoopedMoE | InstrumentedModel:
     """The model of a checkpoint folder or hub name, in evaluation mode.
 
-    `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro): read them first. `tie_copies` makes
-    layers that were saved as copies of one another one layer again (`hooks.copies`). `options` go to `adapt`: `family` by
-    name, and what that family takes, for example `steps=8` or `state_seed=3`.
+    `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro; a `visitlens_loader.py`): read them
+    first. `tie_copies` makes layers that were saved as copies of one another one layer again (`hooks.copies`). `options` go
+    to `adapt`: `family` by name, and what that family takes, for example `steps=8` or `state_seed=3`; or to the folder's own
+    `load`, as far as it takes them (`hooks.own_loader`).
 
     Raises:
         CheckpointError: nothing loadable there.
@@ -41,6 +46,13 @@ def load_model(
     """
     check_device(device)
     folder = resolve(source)
+    if brings_loader(folder):
+        from visitlens.hooks.own_loader import load_own
+
+        return cast(
+            "LoopedMoE | InstrumentedModel",
+            load_own(folder, dtype_named(dtype), device, trust=trust_remote_code, tie_copies=tie_copies, **options),
+        )
     if model_type(folder) is None:
         if options or tie_copies:
             from visitlens.hooks.adapters.adapt import WHY_NOT
@@ -61,8 +73,7 @@ def load_transformers(
     source: str | Path, dtype: str = "float32", device: str = "cpu", *, trust_remote_code: bool = False
 ) -> Any:
     """The model as transformers makes it: the causal or masked language model of its configuration."""
-    if dtype not in DTYPES:
-        raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {dtype!r}")
+    dtype_named(dtype)
     try:
         import transformers
     except ImportError as error:
@@ -95,6 +106,13 @@ def load_transformers(
     return model.to(device).eval().requires_grad_(False)
 
 
+def dtype_named(dtype: str) -> torch.dtype:
+    """Raises InputError: none of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
 def check_device(device: str) -> None:
     """Raises InputError: no such device, or none here."""
     import torch
@@ -122,7 +140,10 @@ def resolve(source: str | Path) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(str(source), allow_patterns=list(_FILES)))
+        folder = Path(snapshot_download(str(source), allow_patterns=list(_FILES)))
+        if brings_loader(folder) and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(str(source), allow_patterns=[*_FILES, *OTHER_WEIGHTS]))
+        return folder
     except ImportError as error:
         raise UnavailableError(f"{source}: no such folder; hub names need pip install 'visitlens[sources]'") from error
     except Exception as error:  # huggingface_hub raises many kinds: no such model, no access, no network
@@ -130,7 +151,10 @@ def resolve(source: str | Path) -> Path:
 
 
 def model_type(folder: Path) -> str | None:
-    """What transformers calls the checkpoint's family; None for a native checkpoint, or where there is no configuration."""
+    """What transformers calls the checkpoint's family, `LOADER` where a folder brings its own; None for a native checkpoint, or
+    where there is no configuration."""
+    if brings_loader(folder):
+        return LOADER
     try:
         data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -149,13 +173,10 @@ def _own_code(folder: Path) -> str | None:
 
 
 def weights_sha256(source: str | Path) -> str:
-    """Of the safetensors files, in the order of their names; of one file, its own SHA-256."""
-    folder = resolve(source)
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) < 2:
-        return checkpoint.weights_sha256(folder)
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
-    return digest.hexdigest()
+    """Of the weight files of a folder or hub name: `checkpoint_files.weights_sha256`."""
+    return checkpoint_files.weights_sha256(resolve(source))
+
+
+def code_sha256(source: str | Path) -> str | None:
+    """Of the code of a folder that brings its loader, None of others: `checkpoint_files.code_sha256`."""
+    return checkpoint_files.code_sha256(resolve(source))

@@ -238,6 +238,8 @@ def describe_run(
     }
     if contexts.generated is not None:
         config["generated"] = True
+    if "code_sha256" in provenance:  # the folder's own code, and how it was asked
+        config |= {"code_sha256": provenance["code_sha256"], "model_options": provenance.get("model_options")}
     config = json.loads(json.dumps(config))
     return {
         "run_uuid": str(uuid.uuid4()),

@@ -13,7 +13,7 @@ import torch
 
 import visitlens
 from visitlens.hooks import schema
-from visitlens.hooks.loading import load_model, resolve, weights_sha256
+from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
@@ -78,6 +78,11 @@ def ablate_recording(
         raise InputError(
             f"{request.checkpoint}: its weights ({weights[:12]}) aren't those of {request.recording} ({str(recorded)[:12]}); "
             "give the checkpoint that was recorded"
+        )
+    if code_sha256(request.checkpoint) != rec.recording.run["config"].get("code_sha256"):
+        raise InputError(
+            f"{request.checkpoint}: the code in this folder (*.py, config.json) has changed since {request.recording} was made: "
+            "put it back, or record again"
         )
     options = as_recorded(rec, request.model_options)
     settings = _settings(request)

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.checkpoint_files import LOADER
 from visitlens.hooks.copies import copied_layers
 from visitlens.hooks.copies import tie_copies as tie
 from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
 from visitlens.hooks.guards import check, sample_tokens
-from visitlens.hooks.loading import load_model, load_transformers, model_type, resolve
+from visitlens.hooks.loading import dtype_named, load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.own_loader import load_own
 from visitlens.hooks.tie_audit import audit_ties
-from visitlens.kernels.errors import InputError
+from visitlens.kernels.errors import InputError, VisitlensError
 
 
 def inspect_model(
@@ -40,7 +42,10 @@ def inspect_model(
     """
     folder = resolve(source)
     kind = model_type(folder)
-    if kind is not None and kind not in families() and "family" not in options:
+    if kind == LOADER:
+        given = {"trust": trust_remote_code, "tie_copies": tie_copies, "unread": True}
+        model = load_own(folder, dtype_named(dtype), "cpu", **given, **options)
+    elif kind is not None and kind not in families() and "family" not in options:
         if options:
             raise InputError(
                 f"{kind} has no adapter, so it takes no option {next(iter(options))!r}; --family reads it as another does"
@@ -66,9 +71,17 @@ def describe(model: Any, tokens: int = 24, *, checks: bool = True) -> dict[str, 
         ids = _random(model.config.vocab_size, min(tokens, model.config.context_length))
         ledger = follow(model, [[f"blocks.{i}"] for i in range(model.config.num_layers)], model, ids)
         return {"family": "native looped MoE", "adapter": "none needed", **_common(model, ledger)}
-    vocabulary = model.config.get_text_config().vocab_size if hasattr(model, "config") else 256
-    ledger = discover(model, model, _random(vocabulary, tokens))
-    family = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    ids = _random(_vocabulary(model), tokens)
+    try:
+        ledger = discover(model, model, ids)
+    except VisitlensError:
+        raise
+    except Exception as error:  # anything, of a model that takes other arguments
+        raise InputError(
+            f"{type(model).__name__} can't be called with token ids [context, position] alone ({type(error).__name__}: {error}): "
+            "write an adapter, whose `call` says the rest (docs/adapters.md)"
+        ) from error
+    family = getattr(getattr(model, "config", None), "model_type", None) or type(model).__name__
     why = f": {NO_TOKENS[family]}" if family in NO_TOKENS else " (docs/adapters.md: how to write one)"
     none = f"none for this family; the plan below is proposed from one forward{why}"
     return {"family": family, "adapter": none, **_common(model, ledger)}
@@ -109,6 +122,15 @@ def _copies(model: nn.Module) -> list[str]:
         "saving; --tie-copies reads them as visits of one"
         for paths in copied_layers(model)
     ]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """By its configuration, else by its embedding (the first one: positions have theirs after it)."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = config.get("vocab_size") if isinstance(config, dict) else getattr(config, "vocab_size", None)
+    embeddings = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    return size if isinstance(size, int) else embeddings[0] if embeddings else 256
 
 
 def _random(vocabulary: int, tokens: int) -> Tensor:

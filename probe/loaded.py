@@ -51,7 +51,7 @@ def load(
     tokenizer: Any = None,
     **options: Any,
 ) -> Model:
-    """A model to probe: a checkpoint folder (native or of transformers), a hub name, or `smelt` or `baseline`, the two
+    """A model to probe: a checkpoint folder (native, of transformers, or with a loader of its own), a hub name, or `smelt` or `baseline`, the two
     that ship with visitlens; or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
 
     `options` are those of `visitlens.load_model`, for example `steps=8` or `trust_remote_code=True`.
@@ -70,4 +70,4 @@ def load(
     from visitlens.probe.notebook import Model
 
     model = load_model(folder, dtype, device, **options)
-    return Model(model, tokenizer or load_tokenizer(resolve(folder)), folder.name)
+    return Model(model, tokenizer or load_tokenizer(resolve(folder)), folder.absolute().name)

@@ -12,14 +12,16 @@ from visitlens.probe.opened import RecordedRun
 
 def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
     """How the recording's model is read: `given`, and the rest of what its provenance says (`steps`, `family` ...). That code may
-    run is nothing that a recording decides: `trust_remote_code` is only ever given.
+    run is nothing that a recording decides: `trust_remote_code` is only ever given; so are options of a `load` of one's own that
+    aren't known here.
 
     Raises:
         InputError: the two contradict each other, or it was read with options unknown here.
     """
     place, said = rec.recording.place, rec.recording.provenance.get("model_options") or {}
     recorded, given = (_said(options) if isinstance(options, Mapping) else {"": options} for options in (said, given))
-    if not all(name in _READ and _READ[name](value) for name, value in recorded.items()):
+    known = {name for name in _READ.keys() & recorded.keys() if _READ[name](recorded[name])}
+    if not all(name in known or given.get(name) == value for name, value in recorded.items()):
         raise InputError(f"{place}: its model was read with options that this visitlens doesn't know: {said!r:.200}")
     says = {"state_seed": rec.recording.config.get("state_seed"), **recorded}
     for name, value in given.items():

@@ -21,6 +21,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import visitlens
+from visitlens.hooks.checkpoint_files import weight_files
 from visitlens.hooks.recording import Recording
 from visitlens.kernels.errors import InputError, RecordingError, VisitlensError
 from visitlens.probe.figures.export import json_text, write_file
@@ -55,6 +56,8 @@ class ReproduceRequest:
     theme: str = "light"
     formats: Sequence[str] = FORMATS
     workers: int | None = None
+    trust_remote_code: bool = False
+    """Of the checkpoints that bring Python files."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,11 @@ class Job:
     max_tokens: int | None
     prompts: int
     key: str = ""
+    trust_remote_code: bool = False
 
     @property
     def checkpoint_bytes(self) -> int:
-        file = self.checkpoint / "model.safetensors"
-        return file.stat().st_size if file.is_file() else 0
+        return sum(file.stat().st_size for file in weight_files(self.checkpoint))
 
 
 @dataclass
@@ -157,6 +160,7 @@ def plan(request: ReproduceRequest) -> list[Job]:
                     request.max_tokens,
                     prompts,
                     key,
+                    request.trust_remote_code,
                 )
             )
     return sorted(jobs, key=lambda job: -job.checkpoint_bytes)
@@ -206,12 +210,15 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     note = ""
     began = time.process_time()
     try:
+        from visitlens.hooks.loading import model_type, resolve
         from visitlens.hooks.recorder import RecordingOptions
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.dyck_study import DyckSettings
         from visitlens.probe.run import PreparedRun, RunRequest
 
         options = RecordingOptions(level="tokens")
+        native = model_type(resolve(job.checkpoint)) is None
+        how = {"trust_remote_code": True} if job.trust_remote_code and not native else {}
         run = RunRequest(
             checkpoint=job.checkpoint,
             text=job.text,
@@ -219,11 +226,15 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
             options=options,
             max_tokens=job.max_tokens,
             threads=1,
+            model_options=how,
         )
         PreparedRun(run).record(lambda done, total: progress.put((job.name, done, total)))
         if job.prompts:
             study = AblationRequest(
-                recording=job.recording, checkpoint=job.checkpoint, dyck=DyckSettings(prompts=job.prompts)
+                recording=job.recording,
+                checkpoint=job.checkpoint,
+                dyck=DyckSettings(prompts=job.prompts),
+                model_options=how,
             )
             try:
                 ablate_recording(study, lambda done, total: progress.put((f"{job.name} heads", done, total)))

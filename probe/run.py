@@ -18,11 +18,12 @@ import torch
 
 from visitlens.hooks import recorder
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.checkpoint_files import sha256_of
 from visitlens.hooks.guards import conditions, sample_tokens
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
-from visitlens.hooks.loading import load_model, model_type, resolve, weights_sha256
+from visitlens.hooks.loading import code_sha256, load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer, sha256_of
+from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer
 from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
@@ -308,6 +309,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
     return {
         "checkpoint": request.checkpoint.resolve().name,
         "weights_sha256": weights_sha256(request.checkpoint),
+        **({"code_sha256": code} if (code := code_sha256(request.checkpoint)) else {}),
         "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
         "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.console import Theme, comma_separated, console, plain, progress_shown, warnings_once
+from visitlens.app.model_options import TrustRemoteCode
 from visitlens.kernels.errors import InputError
 
 
@@ -29,6 +30,7 @@ def reproduce(
     prompts: Annotated[int, typer.Option(min=0, help="Dyck prompts for head ablation; 0 leaves it out.")] = 32,
     scales: Annotated[str, typer.Option(help="Of a grid: comma-separated scales; all by default.")] = "",
     levels: Annotated[str, typer.Option(help="Of a grid: comma-separated sparsity levels; all by default.")] = "",
+    trust_remote_code: TrustRemoteCode = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; as many as cores and memory allow by default.")
     ] = None,
@@ -68,6 +70,7 @@ def reproduce(
         theme=theme.value,
         formats=comma_separated(formats),
         workers=workers,
+        trust_remote_code=trust_remote_code,
     )
     with progress_shown() as show, warnings_once():
         result = run(request, show)

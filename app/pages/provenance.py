@@ -25,6 +25,7 @@ def layout(view: View) -> list[Any]:
         "recording": recording.run["run_uuid"],
         "configuration, SHA-256": recording.run["config_sha256"],
         "weights, SHA-256": config.get("weights_sha256"),
+        **({"code, SHA-256": code} if (code := config.get("code_sha256")) else {}),
         "data, SHA-256": config.get("data_sha256"),
         "made": provenance.get("created"),
         "by": provenance.get("command"),

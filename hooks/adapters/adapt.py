@@ -26,7 +26,9 @@ def families() -> dict[str, type[Family]]:
     while waiting:
         for cls in waiting.pop().__subclasses__():
             waiting.append(cls)
-            if "model_types" in cls.__dict__:
+            if "model_types" in cls.__dict__ and cls.__module__.startswith(
+                _folder.__name__
+            ):  # a user's own isn't for all
                 found.update(dict.fromkeys(cls.model_types, cls))
     return found
 

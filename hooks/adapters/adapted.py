@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.hooks.adapters.attention_calls import Watcher, watch_registry, watch_sdpa, watch_torch
-from visitlens.hooks.adapters.cache import Cache, cache_of
+from visitlens.hooks.adapters.cache import Cache, cache_of, takes_cache
 from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
@@ -76,6 +76,11 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         check_return_type(return_type)
         if why := self.config.missing.get("cached generation"):
             raise InputError(f"{self.config.family} can't generate token by token: {why}")
+        if not takes_cache(self.model):
+            raise InputError(
+                f"{self.config.family} can't generate token by token: the forward of {type(self.model).__name__} takes no use_cache; "
+                "docs/adapters.md says what a model of your own needs to generate"
+            )
         if segments is not None:
             raise InputError("a KV cache holds one document per context: pass no segment ids with it")
         self._check(tokens, None)

@@ -25,6 +25,12 @@ class Cache:
     filled before they are changed."""
 
 
+def takes_cache(model: Any) -> bool:
+    """Whether its forward has an argument `use_cache`."""
+    takes = signature(model.forward).parameters.values()
+    return any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in takes)
+
+
 def cache_of(result: Any, model: Any) -> dict[str, Any]:
     """The argument that hands a forward's cache on to the next one; nothing where there is none. A model's own code may
     take it by the name that transformers gave up."""

@@ -14,11 +14,14 @@ from visitlens.hooks.adapters.observer import StepObserver, in_place, recomputin
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change
 from visitlens.hooks.loop_plan import Step
+from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
 
 _TOPK = (torch.topk, torch.Tensor.topk)
+_ROUTES = {"router": "no linear map onto", "experts": "no top k over"}
+"""Sites that are changed by what runs inside the router's module."""
 
 
 class StepEditor(StepObserver):
@@ -32,6 +35,7 @@ class StepEditor(StepObserver):
         super().__init__(adapted, Captured(adapted.plan, tuple({site: None for site, _ in places})))
         self.change, self.edited = change, {(site, step.index) for site, step in places}
         self.ended = False
+        self._reached: set[tuple[str, int]] = set()
 
     def remove(self) -> None:
         self.ended = True
@@ -92,7 +96,8 @@ class StepEditor(StepObserver):
         experts = self.adapted.config.num_experts
         if func is torch.nn.functional.linear and result.shape[-1] == experts:
             return self._store("router", result)
-        if func in _TOPK and args[0].ndim == 2 and args[0].shape[-1] == experts:
+        tokens = args[0].shape[:-1] if func in _TOPK and args and args[0].shape[-1] == experts else None
+        if tokens is not None and (len(tokens) == 1 or tokens == self.shape):  # else groups of experts are chosen
             return self._chosen(args[0], result)
         return None
 
@@ -121,6 +126,7 @@ class StepEditor(StepObserver):
     def _store(self, site: str, value: Tensor) -> Tensor | None:
         if self.step is None or (site, self.step) not in self.edited or recomputing():
             return None
+        self._reached.add((site, self.step))
         step, places = self.adapted.plan.steps[self.step], self.places
         if places is None:
             return self.adapted.changed(self.change, site, step, value, self.shape, self.there)
@@ -129,5 +135,15 @@ class StepEditor(StepObserver):
         return None if after is None else taken(site, after, places).reshape(value.shape)
 
     def _end(self, *_: Any) -> None:
-        if not recomputing():
-            self.clock.finish()
+        if recomputing():
+            return
+        self.clock.finish()
+        skipped, absent = {step.index for step in self.clock.skipped}, self.adapted.config.absent
+        for site, index in sorted(self.edited - self._reached):
+            step = self.adapted.plan.steps[index]
+            if site in _ROUTES and index not in skipped and step.layer not in absent.get(site, {}):
+                raise InputError(
+                    f"{site} can't be changed at {step}: {_ROUTES[site]} the {self.adapted.config.num_experts} experts ran inside the "
+                    f"module from which the adapter for {self.adapted.config.family} reads the router. Do it in that module, or read the "
+                    "routing by Inside (docs/adapters.md)"
+                )

@@ -100,8 +100,8 @@ class Anatomy:
 class Family(ABC):
     """One model family; being in this folder is being registered."""
 
-    model_types: ClassVar[tuple[str, ...]]
-    """Values of `config.model_type` that it fits."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """Values of `config.model_type` that it fits; the first, or else the class, names a model that has none."""
     attention_calls: ClassVar[Literal["registry", "sdpa"]] = "registry"
     causal: ClassVar[bool] = True
     learned_sink: ClassVar[bool] = False
@@ -182,7 +182,8 @@ class Family(ABC):
 
     def facts(self, model: nn.Module, anatomy: Anatomy) -> ModelFacts:
         return ModelFacts(
-            family=self.model_types[0] if not hasattr(model, "config") else model.config.model_type,  # type: ignore[union-attr]  # a model of transformers
+            family=getattr(getattr(model, "config", None), "model_type", None)
+            or (*self.model_types, type(self).__name__)[0],
             num_layers=len(anatomy.layers),
             missing={**dict.fromkeys(_unread(anatomy), "its adapter doesn't say where it is"), **anatomy.missing},
             absent=anatomy.absent,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visitlens.hooks.checkpoint_files import LOADER, brings_loader
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.kernels.errors import CheckpointError, InputError
 
@@ -112,21 +112,11 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise CheckpointError(f"{path}: not a readable tokenizer file ({error})") from error
 
 
-def weights_sha256(folder: Path) -> str:
-    """Of `model.safetensors`, as bytes."""
-    return sha256_of(_existing(Path(folder), "model.safetensors"))
-
-
-def sha256_of(path: Path) -> str:
-    """Of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _existing(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder}: no {name} there; a checkpoint folder holds config.json, model.safetensors and tokenizer.json"
-        )
+        what = "config.json, model.safetensors and tokenizer.json"
+        if brings_loader(folder):
+            what = f"{LOADER}, weights and tokenizer.json (tokenizers.Tokenizer's save)"
+        raise CheckpointError(f"{folder}: no {name} there; a checkpoint folder holds {what}")
     return path
