@@ -78,7 +78,7 @@ class Replay:
                 fork._kept = {at: output for at, output in self._kept.items() if at[1] < steps[0]}
                 yield choice, choice, fork.going_on(steps[0], keep=steps[1])
             else:
-                yield choice, choice, self.going_on(steps[choice[0] - 1])
+                yield choice, choice, self.going_on(steps[min(choice) - 1])
 
     def _keep(self, part: int, step: int, output: Any) -> None:
         self.left += _bytes(self._kept.pop((part, step), ()))  # of the forward before, or in the way of an error
