@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.kernels.memory import give_back_freed_memory
 
 Status = Literal["waiting", "running", "done", "failed", "cancelled", "gone"]
 OnProgress = Callable[[int, int], None]
@@ -238,6 +239,8 @@ class JobQueue:
                     status, result = "cancelled", None
                 self._finish(job, status, message, result)
             del job, work, result  # not held while waiting for the next one
+            if not self._waiting:
+                give_back_freed_memory()
 
     def _next(self) -> _Job | None:
         with self._changed:

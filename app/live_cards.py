@@ -56,6 +56,8 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                         **attribute("aria-label", "Dyck prompts by number of shots"),
                     )
                     if presets
+                    else html.Span(f"No Dyck prompts: {live.unasked}.", className="live-presets")
+                    if live.unasked
                     else None,
                     html.Span(f"up to {live.limit:,} tokens, BOS counted", className="live-limit"),
                 ],

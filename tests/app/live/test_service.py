@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.tiny_live import HOSTILE, LONG, Held, ran
 from visitlens.app.context import Context
 from visitlens.app.embedded import dashboard
 from visitlens.app.jobs import JobQueue
+from visitlens.app.live_cards import prompt_card
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.registry import Registry
@@ -57,6 +59,16 @@ def test_a_checkpoint_that_cant_be_read_is_a_message(tmp_path: Path) -> None:
     state = service.jobs.wait(service.probe("tab", "ab"), LONG)
     assert state.status == "failed" and "a checkpoint folder holds config.json" in state.message
     service.jobs.close()
+
+
+def test_no_dyck_prompt_is_offered_where_nothing_follows_one(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(checkpoint / "tokenizer.json")
+    for architecture, offered in (("AlbertForMaskedLM", 0), ("LlamaForCausalLM", 5)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "albert", "architectures": [architecture]}))
+        service = LiveService(tmp_path)
+        card = str(prompt_card(service, None))
+        assert len(service.presets) == card.count("Run the Dyck prompt") == offered
+        assert ("No Dyck prompts: it fills in masked tokens" in card) is (not offered)
 
 
 def test_a_tab_has_one_job_and_a_new_one_takes_its_place(
