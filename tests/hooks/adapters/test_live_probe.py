@@ -112,7 +112,17 @@ def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], LiveModel])
 @pytest.mark.parametrize(
     ("kind", "asked", "said"),
     [
-        ("albert", "", ("In place of token 11", "stands here", "No next token: it fills in masked", "feed-forward")),
+        (
+            "albert",
+            "",
+            (
+                "In place of token 11",
+                "stands here",
+                "No next token: it fills in masked",
+                "feed-forward",
+                "No Dyck prompts: it fills in",
+            ),
+        ),
         ("zamba2", "&layer=0", ("Layer 0 has no attention", "Layer 0 has no heads: a Mamba layer", "No colours")),
         ("inkling2_loop_text", "", ("Its steps can't be read early: the layer's input is the partial",)),
         ("mixtral", "", ("Experts of token 11", "Silence layer 0, head 0")),
