@@ -136,7 +136,8 @@ def effect_maps(ablation: HeadAblation, theme: Theme) -> go.Figure:
                 "yaxis": f"y{n}",
                 "xgap": 1,
                 "ygap": 1,
-                "hovertemplate": "layer %{y}, head %{x}: %{z:+.4f}<extra></extra>",
+                "hovertemplate": "layer %{y}, head %{x}: %{z}<extra></extra>",
+                "zhoverformat": "+.4f",
             }
         )
         cells = {"type": "category", "showgrid": False}
@@ -231,7 +232,8 @@ def ranked_bars(ablation: HeadAblation, heads: list[Ranked], theme: Theme) -> go
                 }
                 if known
                 else None,
-                "hovertemplate": "%{y}: %{x:+.4f}",
+                "customdata": [f"{value:+.4f}".replace("-", "−") for value in values.tolist()],
+                "hovertemplate": "%{y}: %{customdata}",
             }
         )
     layout = {

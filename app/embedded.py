@@ -65,7 +65,7 @@ def dashboard(
             model's recordings say.
 
     Raises:
-        InputError: a path that doesn't exist; options without a model.
+        InputError: a path that doesn't exist; options without a model; the port is taken.
         CheckpointError: no such checkpoint.
     """
     from waitress.server import create_server
@@ -73,16 +73,21 @@ def dashboard(
     if options and model is None:
         raise InputError(f"{', '.join(options)}: say which model is read so (model=...)")
     folder = checkpoint_folder(model) if model else None
-    places = [run.recording.place if isinstance(run, RecordedRun) else run for run in runs]
-    port = port or _free_port()
+    registry = Registry([run.recording.place if isinstance(run, RecordedRun) else run for run in runs])
+    listening = _listening(port)
+    port = listening.getsockname()[1]
     prefix = f"/{proxy.format(port=port).strip('/')}/" if proxy else "/"
-    context = Context(Registry(places), folder, prefix, model_options=options)
+    context = Context(registry, folder, prefix, model_options=options)
     application = behind_prefix(build(context, Access(framed=True)).server, prefix)
-    server: Any = create_server(application, host="127.0.0.1", port=port, threads=4, clear_untrusted_proxy_headers=True)
+    server: Any = create_server(application, sockets=[listening], threads=4, clear_untrusted_proxy_headers=True)
     return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _listening(port: int) -> socket.socket:
+    """At the port from now on: a free one that is only looked up may be taken by the time it is used."""
+    try:
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    except OSError as error:
+        raise InputError(
+            f"port {port} of 127.0.0.1 can't be used ({error.strerror or error}); 0 takes a free one"
+        ) from error

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.kernels.memory import give_back_freed_memory
 
 Status = Literal["waiting", "running", "done", "failed", "cancelled", "gone"]
 OnProgress = Callable[[int, int], None]
@@ -147,14 +148,14 @@ class JobQueue:
         state = self.state(id_)
         raise InputError(state.message or f"this job has no result: it is {state.status}")
 
-    def cancel(self, id_: str, owner: str) -> bool:
-        """Ends an owner's job: at once if it waits, at its next progress call if it runs. False: there was nothing to end."""
+    def cancel(self, owner: str) -> bool:
+        """Ends an owner's jobs: at once what waits, at its next progress call what runs. False: there was nothing to end."""
         with self._changed:
-            job = self._find(id_)
-            if job is None or job.owner != owner or job.status not in ("waiting", "running") or job.stop:
-                return False
-            self._stop(job)
-            return True
+            unfinished = (*self._waiting.values(), *([self._running] if self._running else []))
+            mine = [job for job in unfinished if job.owner == owner and not job.stop]
+            for job in mine:
+                self._stop(job)
+            return bool(mine)
 
     def wait(self, id_: str, timeout: float | None = None) -> JobState:
         """The state once the job is over, or after `timeout` seconds: for scripts and tests."""
@@ -238,6 +239,8 @@ class JobQueue:
                     status, result = "cancelled", None
                 self._finish(job, status, message, result)
             del job, work, result  # not held while waiting for the next one
+            if not self._waiting:
+                give_back_freed_memory()
 
     def _next(self) -> _Job | None:
         with self._changed:

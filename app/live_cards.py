@@ -56,6 +56,8 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                         **attribute("aria-label", "Dyck prompts by number of shots"),
                     )
                     if presets
+                    else html.Span(f"No Dyck prompts: {live.unasked}.", className="live-presets")
+                    if live.unasked
                     else None,
                     html.Span(f"up to {live.limit:,} tokens, BOS counted", className="live-limit"),
                 ],
@@ -70,7 +72,6 @@ def prompt_card(live: LiveService, run: LiveRun | None) -> html.Section:
                 ],
                 className="live-status",
             ),
-            dcc.Store(id="live-tab", storage_type="session"),
             dcc.Store(id="live-active", storage_type="session"),
             dcc.Store(id="live-go", data=None),  # said outright: a store that is told nothing takes back what it had
             dcc.Store(id="live-went"),

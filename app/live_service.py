@@ -5,6 +5,7 @@ Ids of jobs stand in URLs, so what they lead to is looked up by kind: a probe's 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result", LiveRun, SilencedHead, HeadScan)
 _NAMES = {LiveRun: "run of a prompt", SilencedHead: "silenced head", HeadScan: "scan of heads"}
+_MASKED = "it fills in masked tokens, so nothing follows a prompt"
 _log = logging.getLogger(__name__)
 
 
@@ -45,9 +47,28 @@ class LiveService:
         """Of a prompt that is looked at at all."""
         return self.limit * CHARACTERS_PER_TOKEN
 
-    @cached_property
+    @property
     def presets(self) -> tuple[DyckPreset, ...]:
-        """Dyck prompts, without loading the model; none where its tokenizer isn't there or merges brackets."""
+        """Dyck prompts, without loading the model; none where its tokenizer isn't there or merges brackets, or `unasked` says why."""
+        return () if self.unasked else self._presets
+
+    @property
+    def unasked(self) -> str:
+        """Why it makes no sense to ask the model what comes next; "" where it does. Before it is loaded, as its configuration says."""
+        if self._model is not None:
+            return getattr(self._model.model.config, "missing", {}).get("next token", "")
+        return _MASKED if self._masked else ""
+
+    @cached_property
+    def _masked(self) -> bool:
+        try:
+            config = json.loads((self.checkpoint / "config.json").read_text(encoding="utf-8"))
+            return any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
+        except (OSError, ValueError, AttributeError, TypeError):
+            return False  # the first run says what is wrong with the checkpoint
+
+    @cached_property
+    def _presets(self) -> tuple[DyckPreset, ...]:
         try:
             from tokenizers import Tokenizer
 

@@ -251,7 +251,8 @@ def map_trace(
         "coloraxis": coloraxis,
         "xgap": 1 if few else 0,
         "ygap": 1 if few else 0,
-        "hovertemplate": f"{escape(row_title)} %{{y}}, {escape(column_title)} %{{x}}: %{{z:.4f}}<extra></extra>",
+        "hovertemplate": f"{escape(row_title)} %{{y}}, {escape(column_title)} %{{x}}: %{{z}}<extra></extra>",
+        "zhoverformat": ".4f",
     }
 
 

@@ -20,6 +20,7 @@ from visitlens.app import export, layout
 from visitlens.app.context import Context, view_of
 from visitlens.app.pages import pages
 from visitlens.kernels.errors import InputError
+from visitlens.kernels.memory import share_arenas
 
 _LOCAL = ("127.0.0.1", "localhost")
 _ASSETS = Path(__file__).with_name("assets")
@@ -134,6 +135,7 @@ def serve(
     """
     from waitress.server import create_server
 
+    share_arenas()
     try:
         server: Any = create_server(
             behind_prefix(app.server, context.prefix),

@@ -1,10 +1,11 @@
-"""Head ablation against the loop of one forward a head, in one interleaved run on the bundled looped model.
+"""Head ablation against whole forwards, in interleaved runs: on the bundled looped model, and on adapted models.
 
     python benchmarks/ablation.py --out benchmarks/results/ablation.json
 
-The loop runs the whole batch of prompts once for each head and choice of visits, with a hook that silences the head, and
-takes the logits at the targets alone, so that it isn't charged for a vocabulary at every token. CPU time, one thread, the median of
-interleaved ratios; that both give the same numbers is asserted.
+The native model against the loop that runs the whole batch of prompts once for each head and choice of visits, with a hook that silences
+the head, and takes the logits at the targets alone, so that it isn't charged for a vocabulary at every token. Adapted models (random weights, 16
+steps) against themselves with no room to keep what their layers gave, so that each forward runs whole: `ablate_heads`, and the live probe's
+scan. CPU time, one thread, the median of interleaved ratios; that both give the same numbers is asserted, of adapted models bit for bit.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
+from peers import make_model
 
+import visitlens as vl
+from visitlens.hooks.adapters import replay
 from visitlens.hooks.loop_plan import visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ablation import Task, ablate_heads, nll
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.dyck_study import DyckSettings, dyck_task
+from visitlens.probe.live import LiveModel
 
 
 def main(
@@ -48,6 +54,7 @@ def main(
         seconds["together"].append(took)
         np.testing.assert_allclose(loop, together, atol=1e-3)
     ratios = [a / b for a, b in zip(seconds["loop"], seconds["together"], strict=True)]
+    steps16 = {name: replayed(make(), rounds) for name, make in ADAPTED.items()}
     report = {
         "machine": platform.processor() or platform.machine(),
         "date": datetime.now(UTC).date().isoformat(),
@@ -59,10 +66,70 @@ def main(
         "cpu_seconds_together": statistics.median(seconds["together"]),
         "speed_up": statistics.median(ratios),
         "speed_up_range": [min(ratios), max(ratios)],
+        "adapted": steps16,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
+
+
+def dory() -> Any:
+    import transformers
+
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "sliding_window": 256}
+    loop = {"num_hidden_layers": 10, "n_input_layers": 2, "n_output_layers": 2, "n_recurrent_loops": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = transformers.AutoConfig.for_model("dory", **sizes, **loop, **heads)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+
+
+ADAPTED: dict[str, Callable[[], Any]] = {
+    "dory: six of ten layers twice": dory,
+    "hrm_text: two layers six times, two twice": lambda: make_model(128, 256),
+}
+
+
+def replayed(hf: Any, rounds: int) -> dict[str, Any]:
+    """How much faster a model's ablations are than whole forwards, and what a replay keeps of one."""
+    model = vl.adapt(hf)
+    bytes_alone = SimpleNamespace(
+        encode=lambda text, **_: SimpleNamespace(ids=[3 + b for b in text.encode()]), decode=str
+    )
+    live = LiveModel(model, bytes_alone)
+    run = live.run("A prompt of forty tokens, BOS included.", coda_lens=False)
+    tokens = np.random.default_rng(0).integers(3, 500, (8, 64))
+    context, position = np.indices(tokens.shape)[:, :, -3:].reshape(2, -1)
+    task = Task(tokens, None, np.indices(tokens.shape)[0], context, position, context)
+    kept = replay.Replay(model)
+    with kept.going_on(keep=len(model.plan)):
+        model(torch.from_numpy(tokens), return_type="none")
+    ways = {"ablate": lambda layers: ablate_heads(model, task, layers=layers, heads=(0, 1)).change}
+    ways["scan"] = lambda layers: live.scan(run).change
+    by_visits = [
+        [n for n, v in model.plan.visits.items() if v == visits] for visits in {*model.plan.visits.values()} - {1}
+    ]
+    found: dict[str, Any] = {
+        "steps": len(model.plan),
+        "kept_bytes_per_token": (replay.LIMIT - kept.left) // tokens.size,
+    }
+    for name, way in ways.items():
+        for layers in by_visits if name == "ablate" else [[]]:
+            ratios, room = [], replay.LIMIT
+            for _ in range(rounds):
+                try:
+                    replay.LIMIT = 0
+                    whole, slow = timed(lambda way=way, layers=layers: way(layers))
+                finally:
+                    replay.LIMIT = room
+                fast, quick = timed(lambda way=way, layers=layers: way(layers))
+                assert (whole == fast).all()
+                ratios.append(slow / quick)
+            found[f"{name} {layers or 'every layer'}"] = {
+                "speed_up": statistics.median(ratios),
+                "range": [min(ratios), max(ratios)],
+            }
+    return found
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:

@@ -74,12 +74,14 @@ class _Trial:
 
     def run(self, kills: int, seconds: float) -> dict[str, int]:
         path = self.folder / "0.vlens"
-        while self.found["kills"] < kills:
+        while self.found["kills"] < kills or not self.found["acknowledged_shards_checked"]:
             finished = self._once(path, self.random.uniform(0, 0.4 * seconds))
             self._check_acknowledged(path)
             self.found["partial_files_left_by_kills"] += len(list(path.rglob("*.tmp")))
             if not self.acknowledged:
                 seconds *= 2  # a busier machine than before: what was never listed can't be lost
+            elif finished:
+                seconds /= 2  # or an idler one
             if finished:
                 self._finish(path)
                 path = self.folder / f"{self.found['kills']}.vlens"
@@ -104,6 +106,7 @@ class _Trial:
             time.sleep(0.02)
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
+                self._read(path)
                 self.found["wrong"] += status != 0
                 return status == 0
         self._read(path)

@@ -357,6 +357,8 @@ def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_
         raise InputError(f"expected residual_scale 'rescaled' or 'kept', got {residual_scale!r}")
     with torch.device("meta"):
         view = LoopedMoE(changed(model.config, visits=visits))
+    for mine, theirs in zip(view.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(theirs.requires_grad)  # assigning gives theirs what mine has
     view.load_state_dict(model.state_dict(keep_vars=True), assign=True)
     view.rotary_cos, view.rotary_sin = model.rotary_cos, model.rotary_sin
     if residual_scale == "kept":

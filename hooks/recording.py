@@ -136,7 +136,7 @@ class Recording:
 
     @cached_property
     def totals(self) -> dict[str, GroupTotals]:
-        """Measure -> sums over all shards."""
+        """Measure -> sums over all shards; while it is written, of what is there when they are first read."""
         file = self.path / schema.SUMMARY
         try:
             with passed(file, trusted=self.trusted) as gated:

@@ -1,13 +1,14 @@
 """Head ablation: every head of the looped block, one at a time, at each visit alone and at all of them together.
 
-The ablated unit is one query head's attended context PV before W_O. An adapted model runs whole for each head. In the native
-one nothing before the ablated step is computed again: each run starts from the intact residual stream there, all heads of a layer run side by side as contexts of one batch, and
-a run that is ablated at every visit forks from the one that is ablated at the first.
+The ablated unit is one query head's attended context PV before W_O. No step before the ablated one is computed again: an adapted model
+replays what its layers gave (`Replay`); the native one starts from the intact residual stream there, and runs all heads of a layer side by
+side as contexts of one batch. A run that is ablated at every visit forks from the one that is ablated at the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.replay import Replay
 from visitlens.hooks.capture import capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.instrumented import InstrumentedModel
@@ -230,7 +233,8 @@ def _in_turn(
     metric: Metric,
     replace: Callable[..., Tensor | float],
 ) -> Ablated:
-    """An adapted model: a whole forward for each head and choice of visits."""
+    """Other models: a forward for each head and choice of visits; of an adapted one, from the step where it is ablated."""
+    check_predicts(model)
 
     def score(*chain: Intervention) -> np.ndarray:
         with intervene(model, chain):
@@ -238,21 +242,26 @@ def _in_turn(
         assert logits is not None
         return metric(logits[batch.context, batch.predictor], batch.truth).double().cpu().numpy()
 
-    def put(layer: int, visit: int, head: int, step: int) -> Intervention:
-        value = replace(step)
+    def put(layer: int, visit: int, head: int) -> Intervention:
+        value = replace(steps[layer][visit - 1])
         value = value[..., : batch.tokens.shape[1], :, :] if isinstance(value, Tensor) and value.ndim == 4 else value
         return put_in("PV", value, layer=layer, visit=visit, head=head)
 
+    clean = Replay(model) if isinstance(model, AdaptedModel) else None
+    with clean.going_on(keep=max(map(max, steps.values()))) if clean else nullcontext():
+        plain = score()
+
     def layer_by_layer() -> Iterator[list[tuple[tuple[int, ...], int, np.ndarray]]]:
         for layer, indices in steps.items():
-            yield [
-                (choice, j, score(*(put(layer, visit, head, indices[visit - 1]) for visit in choice)))
-                for choice in visit_choices(len(indices))
-                for j, head in enumerate(heads)
-            ]
+            found = []
+            for j, head in enumerate(heads):
+                whole = ((choice, choice, nullcontext()) for choice in visit_choices(len(indices)))
+                for choice, to_change, going_on in clean.changed_at(indices) if clean else whole:
+                    with going_on:
+                        found.append((choice, j, score(*(put(layer, visit, head) for visit in to_change))))
+            yield found
 
-    check_predicts(model)
-    return score(), layer_by_layer()
+    return plain, layer_by_layer()
 
 
 def _residuals(model: LoopedMoE, tokens: Tensor, segments: Tensor | None, steps: Sequence[int]) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -100,7 +100,9 @@ class LiveModel:
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
-        """Few-shot Dyck prompts that fit the limit; none where the tokenizer can't write them."""
+        """Few-shot Dyck prompts that fit the limit; none where the tokenizer can't write them, or nothing follows a prompt."""
+        if "next token" in getattr(self.config, "missing", ()):
+            return ()
         try:
             found = dyck_presets(self.tokenizer)
         except InputError:
@@ -121,7 +123,8 @@ class LiveModel:
         lensed = not self._forward.no_lens
         coda = self._coda() if coda_lens and lensed else []
         progress = _Progress(on_progress, steps + lensed * (steps + bool(coda) * (steps - len(coda))))
-        with _memory_as_message(tokens):
+        with _memory_as_message(tokens), ExitStack() as afterwards:
+            afterwards.callback(self._forward.forget)
             batch = self._batch(ids)
             with capture(self.model, self._forward.sites) as captured, self._forward.watched(progress.advance):
                 logits = self._forward(batch)
@@ -208,24 +211,16 @@ class LiveModel:
         places = tuple((layer, visits) for layer in having for visits in visit_choices(self.plan.visits[layer]))
         together = max(1, _SCAN_TOKENS // len(run))
         groups = [range(at, min(at + together, run.heads)) for at in range(0, run.heads, together)]
-        starts = [self.plan.step(layer, visits[0]).index for layer, visits in places]
-        once = len(self.plan) * (1 + (kind == "resample"))
-        total = once + len(groups) * sum(self._forward.cost(start) for start in starts)
-        progress = _Progress(on_progress, total)
+        costs = len(self.plan) + sum(self._forward.cost(self._steps(layer)) for layer in having)
+        progress = _Progress(on_progress, len(groups) * costs + len(self.plan) * (kind == "resample"))
         before = run.log_probs(position)
         after = np.empty((len(places), run.heads, run.logits.shape[1]), dtype=np.float64)
         with _memory_as_message(len(run)):
             instead = self._instead(run, kind, progress)
-            batch, forward = self._batch(run.tokens), self._forward
-            sites = [site for site in forward.sites if site == "resid"]
-            with capture(self.model, sites) as captured, forward.watched(progress.advance):
-                self.model(batch, return_type="none")
-            for row, ((layer, visits), start) in enumerate(zip(places, starts, strict=True)):
-                steps = [self.plan.step(layer, visit) for visit in visits]
-                for heads in groups:
-                    several = batch.expand(len(heads), -1)
-                    with self._silenced(steps, heads, instead), forward.watched(progress.advance):
-                        logits = forward.resumed(several, captured, start, position)
+            for heads in groups:
+                several = self._batch(run.tokens).expand(len(heads), -1)
+                silenced = self._each_silenced(several, heads, having, instead, position, progress)
+                for row, logits in enumerate(silenced):
                     after[row, heads.start : heads.stop] = log_softmax(as_array(logits))
         kl = np.array([[divergence(before, head) for head in heads] for heads in after])
         return HeadScan(run, position, target, kind, places, after[:, :, target] - before[target], kl)
@@ -299,6 +294,29 @@ class LiveModel:
         values = StepValues(captured, torch.zeros_like(batch))
         return torch.stack([values.site("PV", step.index) for step in self.plan.steps]).nan_to_num()
 
+    def _steps(self, layer: int) -> list[int]:
+        return [step.index for step in self.plan.steps if step.layer == layer]
+
+    def _each_silenced(
+        self,
+        batch: Tensor,
+        heads: Sequence[int],
+        layers: Sequence[int],
+        instead: Tensor,
+        position: int,
+        progress: _Progress,
+    ) -> Iterator[Tensor]:
+        """Logits [head, vocab] after a position, for each layer and choice of its visits; `batch` is the prompt, once a head."""
+        forward = self._forward
+        with forward.watched(progress.advance):
+            kept = forward.kept(batch)
+        for layer in layers:
+            for visits, resumed in forward.resumed(batch, kept, self._steps(layer)):
+                steps = [self.plan.step(layer, visit) for visit in visits]
+                with self._silenced(steps, heads, instead), forward.watched(progress.advance):
+                    logits = resumed(position)
+                yield logits
+
     def _silenced(self, steps: Sequence[Step], heads: Sequence[int], instead: Tensor) -> Any:
         """Context i of the batch runs without head `heads[i]` at these steps."""
 
@@ -331,7 +349,7 @@ class _Progress:
         self.report, self.total, self.done = report, total, 0
 
     def advance(self) -> None:
-        self.report(self.done, self.total)
+        self.report(min(self.done, self.total - 1), self.total)  # a replay that finds no room runs more
         self.done += 1
 
 

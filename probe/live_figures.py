@@ -78,7 +78,8 @@ def attention_maps(
                 "y": labels,
                 "name": name,
                 "coloraxis": "coloraxis2" if at == 2 else "coloraxis",
-                "hovertemplate": f"{name}: %{{z:.4f}}<br>query %{{y}}<br>key %{{x}}<extra></extra>",
+                "hovertemplate": f"{name}: %{{z}}<br>query %{{y}}<br>key %{{x}}<extra></extra>",
+                "zhoverformat": ".4f",
                 "hoverongaps": False,
                 **axes,
             }
@@ -116,7 +117,7 @@ def head_grid(run: LiveRun, visits: tuple[int, int] | None, theme: Theme) -> go.
         raise InputError(f"{run.model['name']} runs every layer once: there are no visits to compare")
     rows = list(map(str, layers))
     layout = {"coloraxis": _colours(SEQUENTIAL, 0.0, 1.0, "mass overlap")}
-    trace = _grid(overlap, rows, "layer %{y}, head %{x}: %{z:.3f}", "{:.2f}".format, layout, "head", LAYER_AXIS)
+    trace = _grid(overlap, rows, "layer %{y}, head %{x}: %{z}", ".3f", "{:.2f}".format, layout, "head", LAYER_AXIS)
     height = _HEAD + _FOOT + max(120, 34 * len(layers))
     return _figure([trace], layout, theme, "Attention mass shared by the visits", _about(run), 560, height)
 
@@ -144,7 +145,8 @@ def lens_map(run: LiveRun, theme: Theme, *, coda: bool = False, query: int | Non
         "y": step_labels(steps),
         "coloraxis": "coloraxis",
         "customdata": hovered,
-        "hovertemplate": "%{y}, %{x}: KL %{z:.3f} nats<br>most likely %{customdata}<extra></extra>",
+        "zhoverformat": ".3f",
+        "hovertemplate": "%{y}, %{x}: KL %{z} nats<br>most likely %{customdata}<extra></extra>",
     }
     if len(run) <= _MOST_WRITTEN:
         trace |= {"text": words, "texttemplate": "%{text}", "textfont": {"size": 11}}
@@ -180,7 +182,8 @@ def norm_lines(run: LiveRun, position: int, theme: Theme) -> go.Figure:
             "mode": "lines+markers",
             "line": {"color": look.colour, "dash": look.dash, "width": 1.6},
             "marker": {"symbol": look.symbol, "size": 7, "color": look.colour},
-            "hovertemplate": "%{x}: %{y:.4f}",
+            "hovertemplate": "%{x}: %{y}",
+            "yhoverformat": ".4f",
         }
         for (name, values), look in zip(written.items(), looks, strict=True)
     ]
@@ -207,7 +210,7 @@ def scan_map(scan: HeadScan, theme: Theme) -> go.Figure:
     reach = float(np.abs(scan.change).max()) or 1.0
     places = [place_label(layer, visits, run.plan.visits[layer]) for layer, visits in scan.places]
     layout = {"coloraxis": _colours(spread(DIVERGING, True), -reach, reach, "change, nats")}
-    trace = _grid(scan.change, places, "%{y}, head %{x}: %{z:+.4f} nats", signed, layout, "head silenced", "")
+    trace = _grid(scan.change, places, "%{y}, head %{x}: %{z} nats", "+.4f", signed, layout, "head silenced", "")
     below = f"change of log P({target}) after {after}, each head {scan.kind}-ablated alone<br>{_about(run)}"
     height = _HEAD + _FOOT + 22 * len(places)
     return _figure([trace], layout, theme, "Which heads the target needs", below, 760, height)
@@ -248,6 +251,7 @@ def _grid(
     values: np.ndarray,
     rows: list[str],
     hover: str,
+    form: str,
     written: Callable[[float], str],
     layout: dict[str, Any],
     x_title: str,
@@ -258,7 +262,7 @@ def _grid(
     layout["xaxis"] = _cells(heads, x_title, _MOST_TICKS // 2)
     layout["yaxis"] = _cells(rows, y_title, _MOST_TICKS) | {"autorange": "reversed"}
     trace = {"type": "heatmap", "z": values, "x": heads, "y": rows, "coloraxis": "coloraxis", "xgap": 1, "ygap": 1}
-    trace["hovertemplate"] = f"{hover}<extra></extra>"
+    trace |= {"hovertemplate": f"{hover}<extra></extra>", "zhoverformat": form}
     if len(heads) <= 16:
         text = [[written(value) for value in row] for row in values.tolist()]
         trace |= {"text": text, "texttemplate": "%{text}", "textfont": {"size": 11}}

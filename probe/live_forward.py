@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.capture import Captured
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.adapters.replay import Replay, around, layer_modules
+from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.loop_plan import Step, visit_choices
 from visitlens.hooks.models.looped_moe import LoopedMoE
 
 Change = Callable[[Tensor, int], Tensor]
 """(attended context PV [context, token, head, d], index of the step) -> what takes its place."""
 Reader = Callable[[slice], Tensor]
 """Logits [token, vocab] of some of a prompt's tokens."""
+Resumed = Callable[[int], Tensor]
+"""Logits [context, vocab] after a position."""
 _SITES = ("resid", "Q", "K", "PV", "experts", "gates", "attn_write", "moe_write")
 
 
@@ -53,12 +55,21 @@ class Forward(Protocol):
         """Inside, attended contexts are changed at these steps."""
         ...
 
-    def resumed(self, tokens: Tensor, captured: Captured, start: int, position: int) -> Tensor:
-        """Logits [context, vocab] after a position, of a forward that is as it was before the step `start`."""
+    def kept(self, tokens: Tensor) -> Any:
+        """What `resumed` needs of the run as it was: one forward."""
         ...
 
-    def cost(self, start: int) -> int:
-        """Steps that `resumed` runs."""
+    def resumed(self, tokens: Tensor, kept: Any, steps: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Resumed]]:
+        """For each choice among the visits of a layer that runs at `steps`, in `visit_choices`' order: a forward that goes on from
+        the first of them, for use where they are `silenced`. Each must be run before the next is asked for."""
+        ...
+
+    def cost(self, steps: Sequence[int]) -> int:
+        """Steps that these forwards run together."""
+        ...
+
+    def forget(self) -> None:
+        """Lets go of what reading a prompt has kept."""
         ...
 
 
@@ -108,16 +119,30 @@ class NativeForward:
                 stack.enter_context(self.model.hooks(fwd_hooks=[(name, partial(hooked, step=step.index))]))
             yield
 
-    def resumed(self, tokens: Tensor, captured: Captured, start: int, position: int) -> Tensor:
-        state = captured.at("resid", start).expand(len(tokens), -1, -1)
-        return self.model.logits(self.model.run_steps(state, start=start)[:, position])
+    def kept(self, tokens: Tensor) -> Captured:
+        with capture(self.model, ["resid"]) as captured:
+            self.model(tokens[:1], return_type="none")  # all contexts are one prompt
+        return captured
 
-    def cost(self, start: int) -> int:
-        return len(self.model.plan) - start
+    def resumed(
+        self, tokens: Tensor, kept: Captured, steps: Sequence[int]
+    ) -> Iterator[tuple[tuple[int, ...], Resumed]]:
+        def run(position: int, start: int) -> Tensor:
+            state = kept.at("resid", start).expand(len(tokens), -1, -1)
+            return self.model.logits(self.model.run_steps(state, start=start)[:, position])
+
+        for choice in visit_choices(len(steps)):
+            yield choice, partial(run, start=steps[choice[0] - 1])
+
+    def cost(self, steps: Sequence[int]) -> int:
+        return sum(len(self.model.plan) - steps[choice[0] - 1] for choice in visit_choices(len(steps)))
+
+    def forget(self) -> None:
+        pass
 
 
 class AdaptedForward:
-    """Read early by the model's own code: its layers give what they gave in the run as it was (`_Replay`), the last one the
+    """Read early by the model's own code: its layers give what they gave in the run as it was (`Replay`), the last one the
     state in question, so that whatever comes behind the last layer is done to it."""
 
     def __init__(self, model: AdaptedModel) -> None:
@@ -127,19 +152,17 @@ class AdaptedForward:
         self.no_lens = missing.get("resid_out", "")
         if model.config.ragged:
             self.no_lens = "halting or routing leaves tokens out of its visits, so a step's state isn't every token's"
-        self._replay: _Replay | None = None
+        self._read: tuple[Tensor, Replay] | None = None  # the prompt that is read, and its run
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return cast(Tensor, self.model(tokens))
 
-    @contextmanager
-    def watched(self, advance: Callable[[], None]) -> Iterator[None]:
-        hooks = [m.register_forward_pre_hook(lambda *_: advance()) for m in _layers(self.model)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def watched(self, advance: Callable[[], None]) -> AbstractContextManager[None]:
+        def step(_: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            advance()
+            return forward(*args, **kwargs)
+
+        return around((module for _, module in layer_modules(self.model)), step)
 
     def states(self, captured: Captured) -> list[Tensor | None]:
         held = [captured.held("resid_out", step) for step in range(len(self.model.plan))]
@@ -149,14 +172,14 @@ class AdaptedForward:
         return self.through(tokens, state, len(self.model.plan))
 
     def through(self, tokens: Tensor, state: Tensor, start: int) -> Reader:
-        if self._replay is None or not torch.equal(self._replay.tokens, tokens):
-            self._replay = _Replay(self.model, tokens)
+        if self._read is None or not torch.equal(self._read[0], tokens):
+            self._read = tokens, self.kept(tokens)
 
         def put(*_: Any) -> Tensor:
             return state.unsqueeze(0)
 
         places = [("resid_out", self.model.plan.steps[start - 1])]
-        with self._replay.until(start), self.model.changing(places, put):
+        with self._read[1].going_on(start), self.model.changing(places, put):
             logits = cast(Tensor, self.model(tokens))[0]
         return lambda some: logits[some]
 
@@ -168,52 +191,23 @@ class AdaptedForward:
         with self.model.changing([("PV", step) for step in steps], changed):
             yield
 
-    def resumed(self, tokens: Tensor, captured: Captured, start: int, position: int) -> Tensor:
-        return self(tokens)[:, position]  # all of it: a later layer may read more than the residual stream
+    def kept(self, tokens: Tensor) -> Replay:
+        replay = Replay(self.model)
+        with replay.going_on(keep=len(self.model.plan)):
+            self.model(tokens, return_type="none")
+        return replay
 
-    def cost(self, start: int) -> int:
-        return len(self.model.plan)
+    def resumed(self, tokens: Tensor, kept: Replay, steps: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Resumed]]:
+        def run(position: int, going_on: AbstractContextManager[None]) -> Tensor:
+            with going_on:
+                return self(tokens)[:, position]
 
+        for choice, _, going_on in kept.changed_at(steps):
+            yield choice, partial(run, going_on=going_on)
 
-class _Replay:
-    """What each layer's module gave in one forward over these tokens, call by call, to be given again without computing."""
+    def cost(self, steps: Sequence[int]) -> int:
+        starts = [steps[choice[len(choice) > 1] - 1] for choice in visit_choices(len(steps))]
+        return sum(len(self.model.plan) - start for start in starts)
 
-    def __init__(self, model: AdaptedModel, tokens: Tensor) -> None:
-        self.model, self.tokens, self.outputs = model, tokens, list[Any]()
-
-        def keep(module: Any, arguments: Any, output: Any) -> None:
-            self.outputs.append(tree_map_only(Tensor, Tensor.clone, output))  # models change tensors in place
-
-        hooks = [module.register_forward_hook(keep) for module in _layers(model)]
-        try:
-            model(tokens, return_type="none")
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextmanager
-    def until(self, start: int) -> Iterator[None]:
-        """Inside, a forward's first `start` layer calls give what they gave."""
-        calls = iter(range(len(self.outputs)))
-
-        def instead(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            at = next(calls)
-            return tree_map_only(Tensor, Tensor.clone, self.outputs[at]) if at < start else forward(*args, **kwargs)
-
-        held = {module: vars(module).get("forward") for module in _layers(self.model)}
-        try:
-            for module in held:
-                module.forward = partial(instead, module.forward)
-            yield
-        finally:
-            for module, own in held.items():
-                if own is None:
-                    del module.forward
-                else:
-                    module.forward = own
-
-
-def _layers(model: AdaptedModel) -> list[Any]:
-    """The modules that run the steps, each once."""
-    paths = [path for layer in model.anatomy.layers for path in layer.modules]
-    return list(dict.fromkeys(model.body.get_submodule(path) for path in paths))
+    def forget(self) -> None:
+        self._read = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tests import made_up
 
 from visitlens.app.cli import main
@@ -28,7 +28,9 @@ from visitlens.probe.statistics.base import Geometry
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: threads that wait for busy cores burn them
 torch.set_num_threads(1)
-settings.register_profile("visitlens", deadline=None)  # a busy machine is no failure
+settings.register_profile(  # a busy machine is no failure, and every run tries the same examples
+    "visitlens", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("visitlens")
 
 VOCABULARY = 61
@@ -51,6 +53,12 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest begin, so that no core is left with one of them at the end."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+@pytest.fixture(autouse=True)
+def the_same_chance() -> None:
+    """What a test or a model's first weights draw without a generator of their own doesn't depend on the tests before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -188,3 +189,12 @@ def test_importing_visitlens_is_lazy_and_lists_what_it_exports() -> None:
     assert {"open", "record", "load_model", "StatArray", "LoopSpec"} <= set(dir(visitlens))
     with pytest.raises(AttributeError, match=r"no attribute 'opne'; it has .*\bopen\b"):
         _ = visitlens.opne
+
+
+def test_no_hover_label_writes_a_hyphen_for_a_minus_sign() -> None:
+    """Plotly does where a template has a format of its own (`%{z:.4f}`): give the trace `zhoverformat`, or text (`drawing.told`)."""
+    formats = re.compile(r"%\{+[\w\[\].]+:[^}]*[.]\d+[fe]\}")
+    assert formats.search('"%{customdata[0]:+.4f}"') and formats.search('f"%{{z:.4f}}"')
+    for file in module_files():
+        code = "\n".join(line for line in file.read_text(encoding="utf-8").splitlines() if "`%{" not in line)
+        assert not (found := formats.search(code)), f"{file.name}: {found}"

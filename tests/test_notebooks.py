@@ -40,4 +40,5 @@ def test_a_notebook_runs_from_a_clean_kernel_without_a_network(path: Path, monke
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for busy cores made one take minutes
     book = nbformat.read(path, 4)
     book.cells.insert(0, nbformat.v4.new_code_cell(OFFLINE))
-    NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
+    options = {"kernel_name": "python3", "timeout": 600, "startup_timeout": 600}
+    NotebookClient(book, resources={"metadata": {"path": str(FOLDER)}}, **options).execute()

@@ -95,7 +95,7 @@ class Walker:
     def rest(self) -> None:
         said = f"after {self.steps[-12:]} at {self.page.url}"
         try:
-            self.page.wait_for_function("() => !('busy' in document.body.dataset)", timeout=20_000)
+            self.page.wait_for_function("() => !('busy' in document.body.dataset)", timeout=60_000)
         except Exception as error:
             raise AssertionError(f"busy {said}") from error
         assert not (wrong := self.page.evaluate(REST)), f"{wrong} {said}"

@@ -19,7 +19,7 @@
     for (const box of document.querySelectorAll("main .graph[data-drawn]")) {
       if (drawn.get(box) !== box.dataset.figure) delete box.dataset.drawn;
     }
-    if (document.querySelector("main .graph")) plotly().then(next); else idle(plotly);
+    if (document.querySelector("main .graph")) vl.plotly().then(next); else idle(vl.plotly);
   };
 
   function next() {
@@ -52,7 +52,7 @@
 
   // Plotly's script: with the first chart, or once a page without charts is shown.
   let loading = null;
-  function plotly() {
+  vl.plotly = function () {
     loading = loading || new Promise((resolve) => {
       const script = document.createElement("script");
       script.src = document.querySelector("meta[name=plotly]").content;
@@ -61,8 +61,8 @@
       document.head.append(script);
     });
     return loading;
-  }
-  if (document.documentElement && !/\/$/.test(window.location.pathname)) plotly(); // not the Overview: there will be charts
+  };
+  if (document.documentElement && !/\/$/.test(window.location.pathname)) vl.plotly(); // not the Overview: there will be charts
 
   function attach(chart, plot) {
     hidden(chart, plot);

@@ -13,6 +13,10 @@
     try { window.localStorage.setItem("visitlens:" + key, JSON.stringify(value)); } catch { /* private window */ }
   };
 
+  // This tab's name, also after it was loaded anew: what it started it may end.
+  const named = () => [...window.crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  try { vl.tab = window.sessionStorage.getItem("visitlens:tab") || named(); window.sessionStorage.setItem("visitlens:tab", vl.tab); } catch { vl.tab = named(); }
+
   vl.go = function (href) {
     const url = new URL(href, window.location.href);
     if (url.href === window.location.href) return;
@@ -21,9 +25,10 @@
   };
 
   // After the URL changed: the page follows. `request` reads the URL of its moment, so a late call asks for nothing old.
-  let moves = 0;
+  let moves = 0, wanted = 0, awaited = 0; // pages that were wanted, and which of them is asked for
+  const busy = () => { wanted += 1; document.body.dataset.busy = "1"; };
   vl.moved = function () {
-    document.body.dataset.busy = "1";
+    busy();
     window.dash_clientside.set_props("moves", { data: ++moves });
   };
 
@@ -69,16 +74,18 @@
       request: function (moves, n, seen) {
         if (n && n > clicks) { clicks = n; vl.set("theme", theme() === "dark" ? "light" : "dark"); }
         paint();
-        document.body.dataset.busy = "1";
+        busy();
+        awaited = wanted;
         asked = window.location.href.split("#")[0];
-        return { href: asked, theme: theme(), seen: (seen && seen.version) || "" };
+        return { href: asked, theme: theme(), seen: (seen && seen.version) || "", tab: vl.tab };
       },
       shown: function (children, title, entries, links) {
         if (!children) return "";
         vl.entries = entries || [];
         navigate(links || []);
         if (title) document.title = title;
-        window.requestAnimationFrame(() => settle(title));
+        const mine = awaited; // not this page's turn any more if the next was wanted before it could be seen
+        window.requestAnimationFrame(() => { if (mine === wanted) settle(title); });
         return String(Date.now());
       },
       openRow: function (cell) {
@@ -154,7 +161,7 @@
   });
 
   // Buttons
-  document.addEventListener("click", (event) => { if (event.target.closest("#theme")) document.body.dataset.busy = "1"; });
+  document.addEventListener("click", (event) => { if (event.target.closest("#theme")) busy(); });
   const actions = {
     copy: (button) => copy(button.dataset.text, "Python copied"),
     "copy-link": () => copy(window.location.href, "Link copied"),
@@ -187,10 +194,7 @@
   function saveTable(panel) {
     const title = panel.querySelector("h2").textContent;
     const fileName = title.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) + ".csv";
-    if (panel.querySelector(".ag-root-wrapper")) {
-      window.dash_ag_grid.getApi("heads-table").exportDataAsCsv({ fileName });
-      return;
-    }
+    if (panel.querySelector("#heads-table")) { vl.grid("heads-table").then((api) => api.exportDataAsCsv({ fileName })); return; }
     const cell = (text) => {
       const plain = text.trim().replace(/^−/, "-");
       const inert = /^[=+@-]/.test(plain) && !isFinite(plain) ? "'" + plain : plain; // no formula for a spreadsheet
@@ -230,8 +234,9 @@
   };
 
   // A pinned panel stays as it is while the selection changes.
-  function pin(panel) {
-    const plot = panel.querySelector(".js-plotly-plot");
+  async function pin(panel) {
+    const graph = panel.querySelector(".graph"), plot = graph.querySelector(".js-plotly-plot");
+    const figure = JSON.parse(plot && plot.layout ? JSON.stringify({ data: plot.data, layout: plot.layout }) : graph.dataset.figure);
     const tray = document.getElementById("tray");
     const box = document.createElement("figure");
     box.className = "pinned";
@@ -245,9 +250,9 @@
     const chart = document.createElement("div");
     box.append(caption, chart);
     tray.prepend(box);
-    const layout = JSON.parse(JSON.stringify(plot.layout));
-    window.Plotly.newPlot(chart, JSON.parse(JSON.stringify(plot.data)), { ...layout, height: 230, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
     vl.toast(`Pinned: ${name}`);
+    await vl.plotly();
+    if (chart.isConnected) window.Plotly.newPlot(chart, figure.data, { ...figure.layout, height: 230, width: undefined, autosize: true }, { displayModeBar: false, showSendToCloud: false, responsive: true });
   }
 
   // The table under a chart, fetched when it is opened.
@@ -260,10 +265,11 @@
     if (twin.dataset.filled === source) return;
     twin.dataset.filled = source;
     twin.textContent = "loading …";
-    const response = await fetch(source);
-    if (!response.ok) { twin.textContent = await response.text(); return; }
-    const data = await response.json();
-    if (twin.dataset.source !== source) return;
+    const response = await fetch(source).catch((error) => new Response(`The table can't be had: ${error.message}`, { status: 503 }));
+    const answer = await response.text();
+    if (twin.dataset.source !== source) return; // another table is wanted by now
+    if (!response.ok) { delete twin.dataset.filled; twin.textContent = answer; return; }
+    const data = JSON.parse(answer);
     const table = document.createElement("table");
     const caption = table.createCaption();
     caption.textContent = `${data.title}: ${data.total.toLocaleString("en")} rows` + (data.rows.length < data.total ? `, the first ${data.rows.length}; the CSV has all` : "");

@@ -21,6 +21,9 @@
     return loading;
   }
 
+  // The table's API, once the table is there.
+  vl.grid = (id) => load().then(() => window.dash_ag_grid.getApiAsync(id));
+
   // Calls once: when the box is in sight or almost, else a second later when nothing else is to do. Gives what cancels it.
   function when(box, call) {
     let idle = 0;

@@ -132,21 +132,19 @@ def callbacks(app: Dash, context: Context) -> None:
 
     @app.callback(
         Output("live-active", "data"),
-        Output("live-tab", "data"),
         Output("live-prompt", "value"),
         Output("live-status", "children"),
         Input({"type": "live-do", "what": ALL}, "n_clicks"),
         State("live-prompt", "value"),
-        State("live-tab", "data"),
         State("live-active", "data"),
         State("request", "data"),
         prevent_initial_call=True,
     )
-    def _do(_: Any, prompt: Any, tab: Any, active: Any, asked: Any) -> tuple[Any, ...]:
+    def _do(_: Any, prompt: Any, active: Any, asked: Any) -> tuple[Any, ...]:
         if not isinstance(ctx.triggered_id, dict) or not ctx.triggered[0]["value"]:
-            return (no_update,) * 4  # the buttons appear, which counts as a change
-        href = str(asked.get("href", "")) if isinstance(asked, dict) else ""
-        return do(live, context, str(ctx.triggered_id["what"]), str(prompt or ""), str(tab or ""), active, href)
+            return (no_update,) * 3  # the buttons appear, which counts as a change
+        href, tab = (str(asked.get(name, "")) if isinstance(asked, dict) else "" for name in ("href", "tab"))
+        return do(live, context, str(ctx.triggered_id["what"]), str(prompt or ""), tab, active, href)
 
     @app.callback(
         Output("live-status", "children", allow_duplicate=True),
@@ -168,21 +166,24 @@ def callbacks(app: Dash, context: Context) -> None:
 def do(
     live: LiveService, context: Context, what: str, prompt: str, tab: str, active: Any, href: str
 ) -> tuple[Any, ...]:
-    """A button's effect: the job that is active now, the tab's id, the prompt, what to say.
+    """A button's effect: the job that is active now, the prompt, what to say.
 
-    A tab has one job at a time: a new one takes the place of what runs.
+    A tab has one job at a time: a new one takes the place of what runs, also of what the tab hasn't heard of yet.
     """
     tab = tab or secrets.token_urlsafe(9)
-    running = _active(active)
-    if running:
-        live.jobs.cancel(running[0], tab)
-    if what == "cancel":
-        return no_update, tab, no_update, "Cancelling …" if running else no_update
+    stopped = live.jobs.cancel(tab)
+    if what == "cancel":  # `watch` says how it stands: this answer may come after the one that says it is over
+        running = _active(active)
+        return (
+            {"job": running[0], "as": running[1], "stopped": True} if stopped and running else no_update,
+            no_update,
+            no_update,
+        )
     presets = {f"dyck-{i}": preset.text for i, preset in enumerate(live.presets)}
     try:
         if what in presets or what == "run":
             prompt = presets.get(what, prompt)
-            return {"job": live.probe(tab, prompt), "as": "job"}, tab, prompt, "Waiting …"
+            return {"job": live.probe(tab, prompt), "as": "job"}, prompt, "Waiting …"
         view = view_of(context, PATH, urlsplit(href).query, parameters=PARAMETERS, fitted=False)
         run = live.find(view.selection.extra.get("job", ""), LiveRun)
         chosen = choice(view, run)
@@ -192,9 +193,9 @@ def do(
             id_ = live.scan(tab, run, chosen.at, chosen.target, chosen.kind)
         else:
             raise InputError(f"no button {what[:40]!r}")
-        return {"job": id_, "as": what}, tab, no_update, "Waiting …"
+        return {"job": id_, "as": what}, no_update, "Waiting …"
     except VisitlensError as error:
-        return None, tab, no_update, _sentence(error)
+        return None, no_update, _sentence(error)
 
 
 def watch(live: LiveService, active: Any) -> tuple[Any, ...]:
@@ -208,7 +209,7 @@ def watch(live: LiveService, active: Any) -> tuple[Any, ...]:
         said = f"Waiting: {job.ahead} job{'' if job.ahead == 1 else 's'} ahead."
         return said, "0", "1", False, False, False, no_update, no_update
     if job.status == "running":
-        said = "Running …" if job.total else "Loading the model …"
+        said = "Cancelling …" if "stopped" in active else "Running …" if job.total else "Loading the model …"
         return said, str(job.done), str(job.total or 1), False, False, False, no_update, no_update
     off = ("0", "1", True, True, True, None)
     if job.status == "done":

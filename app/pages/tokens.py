@@ -172,7 +172,8 @@ def _line(
                     "mode": "lines",
                     "line": {"color": style.colour, "dash": style.dash, "width": 1.4},
                     "customdata": [token_text(text) for text in texts],
-                    "hovertemplate": "token %{x} “%{customdata}”: %{y:.4f}",
+                    "hovertemplate": "token %{x} “%{customdata}”: %{y}",
+                    "yhoverformat": ".4f",
                 }
             )
         layout: dict[str, Any] = {

@@ -101,7 +101,6 @@ def line_trace(
     (labels,) = entry["axes"].values()
     values = entry["values"]
     up, down = bars(entry)
-    known = any(bar is not None for bar in up)
     trace = {
         "type": "scatter",
         "x": labels,
@@ -115,11 +114,11 @@ def line_trace(
             "color": style.colour,
             "line": {"width": 2 if "open" in style.symbol else 0},
         },
-        "customdata": list(zip(entry["low"], entry["high"], strict=True)),
-        "hovertemplate": hover("%{x}", "%{y:.4f}", known),
+        "customdata": list(map(told, values, entry["low"], entry["high"])),
+        "hovertemplate": "%{x}: %{customdata}",
         "showlegend": legend,
     }
-    if known:
+    if any(bar is not None for bar in up):
         trace["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down}
         trace["error_y"] |= {"width": 3, "thickness": 1.4}
     return trace
@@ -139,9 +138,13 @@ def bars(entry: Mapping[str, Any]) -> tuple[list[float | None], list[float | Non
     return up, down
 
 
-def hover(place: str, value: str, interval: bool) -> str:
-    """Template of a hover label; `customdata` is the interval."""
-    return f"{place}: {value}" + (" [%{customdata[0]:.4f}, %{customdata[1]:.4f}]" if interval else "")
+def told(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """A number for a hover label, with its interval where it has one. Plotly writes a minus sign on axes, but a hyphen where a template
+    has a format (`%{y:.4f}`): templates have none. They show this, as `customdata`, or `%{z}` by the trace's `zhoverformat`."""
+    if value is None:
+        return ""
+    interval = "" if low is None or high is None else f" [{low:z.4f}, {high:z.4f}]"
+    return f"{value:z.4f}{interval}".replace("-", "−")
 
 
 def heat(
@@ -165,8 +168,7 @@ def heat_trace(
     places: str = "%{y}, %{x}",
 ) -> dict[str, Any]:
     """`heat` as plain JSON."""
-    bounds = [list(zip(low, high, strict=True)) for low, high in zip(entry["low"], entry["high"], strict=True)]
-    known = any(low is not None for row in bounds for low, _ in row)
+    texts = [list(map(told, *row)) for row in zip(entry["values"], entry["low"], entry["high"], strict=True)]
     most = max(len(x), len(y))
     trace = {
         "type": "heatmap",
@@ -174,8 +176,8 @@ def heat_trace(
         "x": [escape(label) for label in x],
         "y": [escape(label) for label in y],
         "coloraxis": coloraxis,
-        "customdata": bounds,
-        "hovertemplate": hover(places, "%{z:.4f}", known) + "<extra></extra>",
+        "customdata": texts,
+        "hovertemplate": f"{places}: %{{customdata}}<extra></extra>",
         "xgap": 1 if most <= 24 else 0,
         "ygap": 1 if most <= 24 else 0,
     }
@@ -242,26 +244,25 @@ def empty_panel(figure: go.Figure, theme: Theme, reason: str, *, row: int, col: 
 
 
 def cell_grid(data: Mapping[str, Any], name: str) -> tuple[list[str], list[str], list[list[Any]], list[list[Any]]]:
-    """A scalar series of every cell as a map: scales, levels, values, and (low, high) to hover; None where there is no cell."""
+    """A scalar series of every cell as a map: scales, levels, values (None where there is no cell), and what to hover."""
     scales = list(dict.fromkeys(panel["scale"] for panel in data["panels"]))
     levels = list(dict.fromkeys(panel["level"] for panel in data["panels"]))
     values: list[list[Any]] = [[None] * len(scales) for _ in levels]
-    bounds: list[list[Any]] = [[(None, None)] * len(scales) for _ in levels]
+    texts: list[list[Any]] = [[""] * len(scales) for _ in levels]
     for panel in data["panels"]:
         key = panel.get("series", {}).get(name)
         if key is not None:
             row, col = levels.index(panel["level"]), scales.index(panel["scale"])
             entry = data["series"][key]
-            values[row][col], bounds[row][col] = entry["values"], (entry["low"], entry["high"])
-    return scales, levels, values, bounds
+            values[row][col], texts[row][col] = entry["values"], told(entry["values"], entry["low"], entry["high"])
+    return scales, levels, values, texts
 
 
 def cell_map(
     figure: go.Figure, data: Mapping[str, Any], name: str, theme: Theme, *, row: int, col: int, coloraxis: str
 ) -> None:
     """One map of a grid: scale across, sparsity level upwards, the value in each cell, a cross where there is none."""
-    scales, levels, values, bounds = cell_grid(data, name)
-    known = any(low is not None for line_ in bounds for low, _ in line_)
+    scales, levels, values, texts = cell_grid(data, name)
     x, y = (
         [escape(scale) or "this pair" for scale in scales],
         [f"{escape(level)}%" if level else "" for level in levels],
@@ -272,10 +273,10 @@ def cell_map(
             x=x,
             y=y,
             coloraxis=coloraxis,
-            customdata=bounds,
+            customdata=texts,
             **written(values, 2),
             textfont={"size": 12},
-            hovertemplate=hover("%{x}, S = %{y}", "%{z:.4f}", known) + "<extra></extra>",
+            hovertemplate="%{x}, S = %{y}: %{customdata}<extra></extra>",
             xgap=2,
             ygap=2,
         ),

@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.drawing import bars, empty_panel, frame, hover
+from visitlens.probe.figures.drawing import bars, empty_panel, frame, told
 from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import reference, series, with_interval
 from visitlens.probe.figures.theme import Theme, escape
@@ -127,8 +127,8 @@ def _histogram(
             "color": theme.ink,
             "thickness": 1.4,
         },
-        customdata=list(zip(observed["low"], observed["high"], strict=True)),
-        hovertemplate=hover("%{x} shared", "%{y:.4f}", up[0] is not None),
+        customdata=list(map(told, observed["values"], observed["low"], observed["high"])),
+        hovertemplate="%{x} shared: %{customdata}",
         **place,
     )
     distribution = drawn["uniform_distribution"]
@@ -139,7 +139,8 @@ def _histogram(
         mode="lines+markers",
         line={"color": theme.muted, "width": 1},
         marker={"size": 5, "color": theme.muted},
-        hovertemplate=hover("%{x} shared", "%{y:.4f}", False),
+        hovertemplate="%{x} shared: %{y}",
+        yhoverformat=".4f",
         **place,
     )
     for name, dash in (("uniform_chance", "dash"), ("load_aware_chance", "dot")):
@@ -150,7 +151,8 @@ def _histogram(
             name=f"{drawn[name]['label']} {at:.2f}" if alone else drawn[name]["label"],
             mode="lines",
             line={"color": theme.chance, "dash": dash, "width": 2},
-            hovertemplate="%{x:.3f} shared",
+            hovertemplate="%{x} shared",
+            xhoverformat=".3f",
             **place,
         )
     a, b = about["visits"]

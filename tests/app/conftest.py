@@ -15,6 +15,7 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
+from tests.answers import Answers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 
@@ -27,16 +28,18 @@ from visitlens.probe.opened import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
 """What is there once a page is drawn."""
+UNDRAWN = "main .graph:not([data-drawn]), #heads-table:not(:has(.ag-row))"
 LEAVE = "localStorage.clear(); document.getElementById('tray').replaceChildren(); document.getElementById('palette').close()"
 """What a person does who leaves a tab to the next one."""
 
 
 @dataclass
 class Site:
-    """A running dashboard; `url` ends with its prefix."""
+    """A running dashboard; `url` ends with its prefix, `answers` can be kept back."""
 
     url: str
     context: Context
+    answers: Answers
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +49,12 @@ def serve() -> Iterator[Callable[..., Site]]:
 
     def start(*paths: Path, checkpoint: Path | None = None, prefix: str = "/", access: Access | None = None) -> Site:
         context = Context(Registry(paths), checkpoint, prefix)
-        application = behind_prefix(build(context, access).server, prefix)
-        server: Any = create_server(
-            application, host="127.0.0.1", port=0, threads=4, clear_untrusted_proxy_headers=True
-        )
+        answers = Answers(behind_prefix(build(context, access).server, prefix))
+        server: Any = create_server(answers, host="127.0.0.1", port=0, threads=8, clear_untrusted_proxy_headers=True)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         running.append((server, thread))
-        return Site(f"http://127.0.0.1:{server.effective_port}{prefix}", context)
+        return Site(f"http://127.0.0.1:{server.effective_port}{prefix}", context, answers)
 
     yield start
     for server, _ in running:
@@ -135,7 +136,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip("no Chromium is installed (.ci/install-chromium)")
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
+        chromium = playwright.chromium.launch(executable_path=path, args=arguments, timeout=300_000)
         yield chromium
         chromium.close()
 
@@ -168,6 +169,10 @@ class Visitor:
         chart = self.page.locator(f"#panel-{key} .chart")
         chart.locator(".graph[data-drawn]").wait_for(state="attached", timeout=60_000)
         return chart
+
+    def all_charted(self) -> None:
+        """Waits until all of the page is there: its charts, and its table that comes when the page rests."""
+        self.page.wait_for_function(f"() => !document.querySelector('{UNDRAWN}')")
 
     def choose(self, selector: str, value: str) -> None:
         self.page.select_option(f"select[name={selector}]", value)
@@ -205,7 +210,7 @@ class Visitor:
             }""",
             [trace, at],
         )
-        for step in range(600):
+        for step in range(1200):
             self.page.mouse.move(x - 3 * (step % 2), y)
             self.page.wait_for_timeout(50)
             boxes = [box for cursor in chart.locator(".cell-cursor").all() if (box := cursor.bounding_box())]

@@ -277,7 +277,7 @@ def test_behind_a_prefix_with_the_rest_of_the_machine_out_of_reach(meet, serve, 
 
 def test_a_page_is_light_and_few_requests(visit) -> None:
     visit.open("?run=looped", load=True)
-    visit.page.wait_for_timeout(300)
+    visit.page.wait_for_function("() => window.Plotly")  # the last that it fetches, when the page rests
     assert len(visit.requests) < 45, len(visit.requests)
     weights = visit.page.evaluate(
         "performance.getEntriesByType('resource').filter((e) => e.name.includes('_dash-update')).map((e) => e.transferSize)"

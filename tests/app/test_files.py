@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 import visitlens as vl
 from visitlens.hooks.fetch_cache import cache_folder
+from visitlens.kernels.errors import InputError
 
 
 @pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])
@@ -100,13 +102,14 @@ def test_the_command_serves_says_where_and_ends(folder: Path) -> None:
         list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        found = re.fullmatch(r"(http://127\.0\.0\.1:\d+/)\?access=(\S{20,})", address)
-        assert found, address
-        with urllib.request.urlopen(found[1] + "health", timeout=60) as answer:
-            assert json.load(answer)["recordings"] == 6
-        process.terminate()
-        process.wait(60)
+        try:
+            address = process.stdout.readline().strip()
+            found = re.fullmatch(r"(http://127\.0\.0\.1:\d+/)\?access=(\S{20,})", address)
+            assert found, address
+            with urllib.request.urlopen(found[1] + "health", timeout=60) as answer:
+                assert json.load(answer)["recordings"] == 6
+        finally:  # left running, it would be waited for without end
+            process.terminate()
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,8 @@ def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
             assert json.load(answer)["recordings"] == 1
     finally:
         shown.stop()
+    with pytest.raises(InputError, match="can't be used"), socket.create_server(("127.0.0.1", 0)) as other:
+        vl.dashboard(looped_recording.recording.path, port=other.getsockname()[1])
     behind = vl.dashboard(looped_recording.recording.path, proxy="/user/me/proxy/{port}/")
     found = re.fullmatch(r"/user/me/proxy/(\d+)/", behind.url)
     assert found
@@ -151,6 +156,7 @@ def test_the_frame_of_a_notebook_works_in_the_browser(looped_recording, browser,
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as notebook:
         threading.Thread(target=notebook.serve_forever, daemon=True).start()
         page = browser.new_page()
+        page.set_default_timeout(60_000)
         try:
             page.goto(f"http://localhost:{notebook.server_port}/index.html")
             inside = page.frame_locator("iframe[title=visitlens]")

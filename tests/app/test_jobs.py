@@ -54,7 +54,7 @@ def make_queue() -> Iterator[Callable[..., JobQueue]]:
 
     yield build
     for queue in queues:
-        queue.close()
+        queue.close(WAIT)
         assert queue._thread is None or not queue._thread.is_alive(), "a job can't be ended"
 
 
@@ -98,11 +98,11 @@ def test_progress_and_place_in_the_queue(make_queue: Callable[..., JobQueue]) ->
 
 def test_cancel_while_queued_never_runs_it(make_queue: Callable[..., JobQueue]) -> None:
     queue, gate, ran = make_queue(), Gate(), []
-    queue.submit("a", gate)
+    queue.submit("b", gate)
     waiting = queue.submit("a", lambda on_progress: ran.append(1))
     assert gate.started.wait(WAIT)
-    assert queue.cancel(waiting, "a") and queue.state(waiting).status == "cancelled"
-    assert not queue.cancel(waiting, "a"), "nothing is left to cancel"
+    assert queue.cancel("a") and queue.state(waiting).status == "cancelled"
+    assert not queue.cancel("a"), "nothing is left to cancel"
     gate.open.set()
     assert queue.wait(queue.submit("a", returning(0)), WAIT).status == "done"
     assert not ran
@@ -113,7 +113,7 @@ def test_cancel_while_queued_never_runs_it(make_queue: Callable[..., JobQueue]) 
 def test_cancel_while_running_ends_it_and_the_next_one_runs(make_queue: Callable[..., JobQueue]) -> None:
     queue, gate = make_queue(), Gate()
     running, next_ = queue.submit("a", gate), queue.submit("b", returning(7))
-    assert gate.started.wait(WAIT) and queue.cancel(running, "a")
+    assert gate.started.wait(WAIT) and queue.cancel("a")
     assert queue.wait(running, WAIT).status == "cancelled"
     assert queue.wait(next_, WAIT).status == "done" and queue.result(next_) == 7
 
@@ -128,7 +128,7 @@ def test_a_job_cancelled_as_it_returns_has_no_result(make_queue: Callable[..., J
         return "too late"
 
     id_ = queue.submit("a", deaf)
-    assert started.wait(WAIT) and queue.cancel(id_, "a")
+    assert started.wait(WAIT) and queue.cancel("a")
     go.set()
     assert queue.wait(id_, WAIT).status == "cancelled"
 
@@ -137,21 +137,23 @@ def test_two_tabs_cancel_only_their_own(make_queue: Callable[..., JobQueue]) -> 
     queue, gate = make_queue(), Gate()
     mine, theirs = queue.submit("mine", gate), queue.submit("theirs", returning(1))
     assert gate.started.wait(WAIT)
-    assert not queue.cancel(theirs, "mine") and not queue.cancel(mine, "theirs") and not queue.cancel("no such", "mine")
-    assert queue.cancel(mine, "mine")
+    more = queue.submit("mine", returning(2))
+    assert not queue.cancel("nobody's") and queue.cancel("mine") and not queue.cancel("mine")
+    assert {queue.wait(id_, WAIT).status for id_ in (mine, more)} == {"cancelled"}
     assert queue.wait(theirs, WAIT).status == "done" and mine != theirs
 
 
 def test_submitting_and_cancelling_from_many_threads(make_queue: Callable[..., JobQueue]) -> None:
     queue = make_queue(waiting=400, per_owner=400, results=400)
-    ids: list[tuple[str, str]] = []
+    ids: list[str] = []
 
     def tab(name: str) -> None:
         for number in range(30):
-            id_ = queue.submit(name, lambda on_progress, n=number: (on_progress(0, 1), n)[1])
-            ids.append((name, id_))
+            owner = f"{name}, {number}"
+            id_ = queue.submit(owner, lambda on_progress, n=number: (on_progress(0, 1), n)[1])
+            ids.append(id_)
             if number % 3 == 0:
-                queue.cancel(id_, name)
+                queue.cancel(owner)
             queue.state(id_)
 
     threads = [threading.Thread(target=tab, args=(f"tab {n}",)) for n in range(4)]
@@ -159,8 +161,8 @@ def test_submitting_and_cancelling_from_many_threads(make_queue: Callable[..., J
         thread.start()
     for thread in threads:
         thread.join(WAIT)
-    states = [queue.wait(id_, WAIT).status for _, id_ in ids]
-    assert len(states) == len({id_ for _, id_ in ids}) == 120
+    states = [queue.wait(id_, WAIT).status for id_ in ids]
+    assert len(states) == len(set(ids)) == 120
     assert set(states) <= {"done", "cancelled"} and states.count("done") >= 80
 
 
@@ -174,7 +176,8 @@ def test_the_queue_is_bounded_for_all_and_for_each_tab(make_queue: Callable[...,
     queue.submit("b", returning(0))
     with pytest.raises(QueueFullError, match="2 jobs wait already"):
         queue.submit("c", returning(0))
-    queue.cancel(second, "a")
+    queue.cancel("a")
+    assert queue.state(second).status == "cancelled"
     queue.submit("c", returning(0))
 
 
@@ -244,7 +247,7 @@ def test_closing_ends_what_runs_and_refuses_more(make_queue: Callable[..., JobQu
     queue, gate = make_queue(), Gate()
     id_ = queue.submit("a", gate)
     assert gate.started.wait(WAIT)
-    queue.close()
+    queue.close(WAIT)
     assert queue.state(id_).status == "cancelled"
     with pytest.raises(QueueFullError, match="shutting down"):
         queue.submit("a", returning(0))

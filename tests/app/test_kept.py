@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from visitlens.app import layout
+
 
 @pytest.fixture
 def mark():
@@ -48,6 +50,7 @@ def test_a_maximised_panel_fills_its_frame_with_the_next_head_and_the_cursor_say
     page.keyboard.press("End")
     page.wait_for_function("() => document.querySelector('#panel-map .scrubber-at').textContent === 'later visit'")
     page.click("#panel-map [data-action=maximise]")
+    page.mouse.move(0, 0)  # not over a cell, whose value would be read out
     chart.focus()
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         page.keyboard.press(key)
@@ -68,7 +71,10 @@ def test_a_maximised_panel_fills_its_frame_with_the_next_head_and_the_cursor_say
     page.wait_for_function(f"(tall) => ({height})() < tall", arg=tall)
 
 
-def test_a_growing_recording_takes_nothing_out_of_ones_hands(meet, serve, shard_by_shard, tmp_path, mark) -> None:
+def test_a_growing_recording_takes_nothing_out_of_ones_hands(
+    meet, serve, shard_by_shard, tmp_path, mark, monkeypatch
+) -> None:
+    monkeypatch.setattr(layout, "WATCH_MS", 200)
     visitor = meet(serve(tmp_path))
     page = visitor.page
     visitor.open("layers?run=growing", load=True)
@@ -87,8 +93,8 @@ def test_a_growing_recording_takes_nothing_out_of_ones_hands(meet, serve, shard_
     )
     shard_by_shard()
     page.wait_for_function("() => !document.querySelector('.notices')")
-    visitor.charted("by-layer")
     visitor.settled()
+    visitor.charted("by-layer")
     assert page.evaluate("document.activeElement.name") == "metric" and kept() == [True] * 3
     assert page.evaluate("window.touched") is None, "an open list would close"
     assert page.locator("#panel-by-layer .table-twin[open] table").count() == 1

@@ -90,3 +90,23 @@ def test_markup_in_token_text_is_text(meet, serve, folder: Path, tmp_path: Path)
     assert "&lt;img" in labels and "<" not in labels
     assert person.page.evaluate("window.hurt") is None
     assert not person.errors and not person.outside
+
+
+def test_a_hover_label_has_the_minus_sign_of_the_axes(visit) -> None:
+    visit.open("heads?run=looped")
+    chart = visit.charted("map")
+    value, x, y = chart.evaluate(
+        """(chart) => {
+            const plot = chart.querySelector('.js-plotly-plot'), at = plot._fullData.length - 1, z = plot.calcdata[at][0].z;
+            const row = z.findIndex((r) => Math.min(...r) < -0.001), column = z[row].findIndex((v) => v < -0.001);
+            const axis = (letter) => plot._fullLayout[plot._fullData[at][letter + "axis"].replace(letter, letter + "axis")];
+            const across = axis("x"), down = axis("y"), box = plot.getBoundingClientRect();
+            const left = box.left + across._offset + across.l2p(column);
+            return [z[row][column], left, box.top + down._offset + down.l2p(row)];
+        }"""
+    )
+    visit.page.mouse.move(x - 3, y)
+    visit.page.mouse.move(x, y)
+    label = chart.locator(".hoverlayer .hovertext", has_text=f"{value:.4f}".replace("-", "−"))
+    label.wait_for()
+    assert "-" not in label.text_content()

@@ -36,10 +36,8 @@ class Outage:
     def __init__(self) -> None:
         self.reads, self.writes, self.refused = False, False, 0
 
-    def begin(self, seconds: float | None = None) -> None:
+    def begin(self) -> None:
         self.reads = self.writes = True
-        if seconds is not None:
-            threading.Timer(seconds, self.end).start()
 
     def end(self) -> None:
         self.reads = self.writes = False
@@ -81,19 +79,35 @@ def at_context(number: int, do: Callable[[], None]) -> Callable[[int, int], None
 def test_a_run_outlasts_a_short_outage(
     put, url: str, outage: Outage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ObjectStore, "patience", 20.0)
+    monkeypatch.setattr(ObjectStore, "patience", 60.0)  # 1 s to the second try
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO, "visitlens")
-    put(at_context(2, lambda: outage.begin(0.8)))
-    assert outage.refused and "could not connect to the endpoint; trying again in" in caplog.text
+
+    def go_down() -> None:
+        outage.begin()
+        threading.Thread(target=end_once_noticed, daemon=True).start()
+
+    def end_once_noticed() -> None:
+        wait_for(lambda: "could not connect to the endpoint; trying again in 1 s" in caplog.text)
+        outage.end()
+
+    put(at_context(2, go_down))
+    assert not outage.reads
     assert validate(url).exit_code == 0 and LEASE not in ObjectStore(url).sizes() and Recording(url).complete
 
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_long_outage_is_one_error_that_says_what_is_kept(
-    reads: bool, put, url: str, outage: Outage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reads: bool,
+    put,
+    url: str,
+    outage: Outage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`reads=False`: what is there can be seen, and nothing written."""
+    caplog.set_level(logging.INFO, "visitlens")
     monkeypatch.setattr(ObjectStore, "patience", 0.6)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -101,10 +115,10 @@ def test_a_long_outage_is_one_error_that_says_what_is_kept(
         wait_for(lambda: "manifest.json" in ObjectStore(url).sizes())  # the first shard is acknowledged
         outage.reads, outage.writes = reads, True
 
-    began = time.monotonic()
     with pytest.raises(StorageError) as caught:
         put(at_context(4, go_down))
-    assert time.monotonic() - began < 20, "well before a lease runs out"
+    tries = sum("trying again" in record.message for record in caplog.records)
+    assert tries < 20, "for its patience once, which is well before a lease runs out"
     outage.end()
     kept = Recording(url)
     assert 0 < kept.tokens < kept.run["tokens"] and str(caught.value) == (
@@ -121,7 +135,7 @@ def test_a_long_outage_is_one_error_that_says_what_is_kept(
 def test_ctrl_c_ends_the_waiting_and_says_what_is_kept(
     put, url: str, outage: Outage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ObjectStore, "patience", 600.0)  # 10 s to the second try
+    monkeypatch.setattr(ObjectStore, "patience", 36_000.0)  # 600 s to the second try
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO, "visitlens")
     pressed: list[float] = []
@@ -132,13 +146,13 @@ def test_ctrl_c_ends_the_waiting_and_says_what_is_kept(
         threading.Thread(target=press, daemon=True).start()
 
     def press() -> None:
-        wait_for(lambda: "trying again in 10 s" in caplog.text)
+        wait_for(lambda: "trying again in 600 s" in caplog.text)
         pressed.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as caught:
         put(at_context(4, go_down))
-    assert pressed and time.monotonic() - pressed[0] < 5, "not the pause, nor the outage"
+    assert pressed and time.monotonic() - pressed[0] < 300, "not the pause, nor the outage"
     outage.end()
     kept = Recording(url)
     assert 0 < kept.tokens < kept.run["tokens"] and str(caught.value) == (
@@ -150,8 +164,9 @@ def test_ctrl_c_ends_the_waiting_and_says_what_is_kept(
 
 
 def wait_for(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not true() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 300
+    while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -204,6 +219,7 @@ def test_reading_says_that_the_store_does_not_answer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     put()
+    monkeypatch.setattr(ObjectStore, "outlast", None)  # who reads, or begins to write, doesn't wait
     opened, context, later = vl.open(url), Context(Registry([url])), Context(Registry([url]))
     assert opened.stat("sink_mass").values.size and "by-layer" in str(layout.render(context, "http://x/layers").content)
     outage.begin()
@@ -213,10 +229,9 @@ def test_reading_says_that_the_store_does_not_answer(
         ["pull", url],
         ["export", url, "tokens", "-o", tmp_path / "t.csv"],
     ):
-        began = time.monotonic()
         code, _, err = run(*command)
         assert code == 1 and f"{url}: could not connect to the endpoint" in err.replace("\n", " ")
-        assert err.count("error:") == 1 and "Traceback" not in err and time.monotonic() - began < 10
+        assert err.count("error:") == 1 and "Traceback" not in err
     code, _, err = run("record", "smelt", put_text(tmp_path), "-o", f"{url}.new", "--max-tokens", 20)
     assert code == 1 and "could not connect" in err and err.count("error:") == 1
     with pytest.raises(StorageError, match="could not connect"):

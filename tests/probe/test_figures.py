@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from math import comb
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.base import Figure, find, registered
+from visitlens.probe.figures.drawing import told
 from visitlens.probe.figures.dyck_map import key_labels
 from visitlens.probe.figures.expert_overlap import hypergeometric, uniform_chance
 from visitlens.probe.figures.export import write_figures
@@ -291,7 +293,12 @@ def test_no_interval_is_no_bar(figure: Figure, pair: Pair, monkeypatch: pytest.M
     data = figure.data(pair)
     assert json.dumps(data, allow_nan=False)
     for trace in figure.draw(data, LIGHT).data:
-        assert "[%{customdata[0]" not in (trace.hovertemplate or "")
+        assert not re.search(r"\d \[", str(trace.customdata))
+
+
+def test_what_a_hover_label_says_by_hand() -> None:
+    assert told(-0.25, -0.5, 0.00001) == "−0.2500 [−0.5000, 0.0000]" and told(0.5) == "0.5000" and told(None) == ""
+    assert told(-0.00001) == "0.0000"
 
 
 @every_figure

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.meeting import meeting_place, of_rank
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
@@ -103,7 +103,7 @@ def test_torchrun_records_what_one_process_does(folder: Path, single: Recording,
     command += ["-m", "visitlens", "record", str(folder / "model"), str(folder / "text.txt"), "-o", str(out)]
     command += ["--level", "tokens", "--dtype", "float64", "--shard-tokens", "100"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{out}\n" and result.stderr.count("tokens, 1 document;") == 1  # rank 0 alone speaks
     rec = Recording(out)
@@ -117,15 +117,11 @@ class Fork:
     """Ranks forked from this process (torch is loaded already); each writes what became of it into a file."""
 
     def __init__(self, folder: Path, work: Callable[[int], object], size: int = 2) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.folder, self.children = folder, []
+        self.folder, self.children, self.meeting = folder, [], meeting_place()
         for rank in range(size):
             child = os.fork()
             if child == 0:
-                where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": size, "RANK": rank}
-                os.environ.update({key: str(value) for key, value in {**where, "LOCAL_RANK": rank}.items()})
+                os.environ.update(of_rank(rank, size, self.meeting.port))
                 try:
                     ended = repr(work(rank))
                 except BaseException as error:
@@ -181,7 +177,15 @@ def test_three_ranks_hold_their_own_experts_and_nothing_of_the_others(
 def test_a_lost_rank_ends_all_with_one_error_and_the_run_goes_on_later(
     how: str, folder: Path, single: Recording, tmp_path: Path
 ) -> None:
-    out = tmp_path / "r.vlens"
+    """The killed one dies while rank 0 is between two contexts."""
+    out, contexts = tmp_path / "r.vlens", list[int]()
+    reached, go_on = os.pipe(), os.pipe()
+
+    def on_progress(done: int, total: int) -> None:
+        contexts.append(done)
+        if how == "killed" and len(contexts) == 7:  # of 14: two shards of two are acknowledged
+            os.write(reached[1], b"!")
+            os.read(go_on[0], 1)
 
     def work(rank: int) -> object:
         if rank and how == "out of memory":
@@ -195,13 +199,14 @@ def test_a_lost_rank_ends_all_with_one_error_and_the_run_goes_on_later(
                 return forward(*arguments, **options)  # pyright: ignore  (a name of the script it is pasted into)
 
             LoopedMoE.forward = fail  # pyright: ignore  (a name of the script it is pasted into)
-        return recorded(request(folder, out))
+        return recorded(request(folder, out), on_progress)
 
     group = Fork(tmp_path, work)
     if how == "killed":
-        while len(list(out.glob("shards/*.h5"))) < 2:
-            time.sleep(0.01)
+        assert select.select([reached[0]], [], [], 300)[0], "it never came to its seventh context"
         os.kill(group.children[1], signal.SIGKILL)
+        os.waitid(os.P_PID, group.children[1], os.WEXITED | os.WNOWAIT)
+        os.write(go_on[1], b"!")
     first, second = group.ends()
     assert first.startswith("PeerError: ") and "the same command goes on from there" in first
     if how == "killed":
@@ -210,6 +215,8 @@ def test_a_lost_rank_ends_all_with_one_error_and_the_run_goes_on_later(
         assert second == "SystemExit: 1" and "rank 1: no room for the experts' rows" in first
     part = Recording(out)
     assert 0 < part.tokens < part.run["tokens"] and validate(out).exit_code == 3
+    for end in (*reached, *go_on):
+        os.close(end)
     assert_same(single, Recording(PreparedRun(request(folder, out)).record()))
 
 

@@ -102,7 +102,8 @@ def test_progress_and_cancel(person: Any, held: Held) -> None:
     type_and_run(person, TYPED)
     expect(status(person)).to_have_text("Running …")
     bar = person.page.get_by_role("progressbar")
-    assert (bar.get_attribute("value"), bar.get_attribute("max")) == ("40", "100")
+    expect(bar).to_have_attribute("value", "40")
+    expect(bar).to_have_attribute("max", "100")
     person.page.get_by_role("button", name="Cancel").click()
     expect(status(person)).to_have_text("Cancelled.")
     expect(bar).to_be_hidden()
@@ -122,6 +123,23 @@ def test_a_run_survives_a_reload_of_its_tab(person: Any, held: Held) -> None:
     expect(status(person)).to_have_text("Running …")
     held.gate.set()
     expect(person.page.locator(".live-text .token")).to_have_count(22)
+
+
+def test_run_pressed_again_before_the_answer_is_one_run(person: Any, live: LiveService, live_site: Any) -> None:
+    person.open("live")
+    before, answer = set(live.jobs._over), "live-prompt.value"
+    live_site.answers.keep(answer)
+    try:
+        person.page.fill("#live-prompt", "Anew")
+        for number in (1, 2, 3):
+            person.page.get_by_role("button", name="Run", exact=True).click()
+            live_site.answers.come(answer, number)
+    finally:
+        live_site.answers.pass_on()
+    expect(person.page.locator(".live-text .token")).to_have_count(5)
+    assert len({live.jobs._over[id_].owner for id_ in set(live.jobs._over) - before}) == 1, (
+        "nothing of it runs on unseen"
+    )
 
 
 def test_two_tabs_wait_for_each_other_and_cancel_only_their_own(

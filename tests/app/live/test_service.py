@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from dash import no_update
 from tests.tiny_live import HOSTILE, LONG, Held, ran
 
 from visitlens.app.context import Context
 from visitlens.app.embedded import dashboard
 from visitlens.app.jobs import JobQueue
+from visitlens.app.live_cards import prompt_card
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.registry import Registry
@@ -58,19 +61,33 @@ def test_a_checkpoint_that_cant_be_read_is_a_message(tmp_path: Path) -> None:
     service.jobs.close()
 
 
+def test_no_dyck_prompt_is_offered_where_nothing_follows_one(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(checkpoint / "tokenizer.json")
+    for architecture, offered in (("AlbertForMaskedLM", 0), ("LlamaForCausalLM", 5)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "albert", "architectures": [architecture]}))
+        service = LiveService(tmp_path)
+        card = str(prompt_card(service, None))
+        assert len(service.presets) == card.count("Run the Dyck prompt") == offered
+        assert ("No Dyck prompts: it fills in masked tokens" in card) is (not offered)
+
+
 def test_a_tab_has_one_job_and_a_new_one_takes_its_place(
     service: LiveService, context: Context, monkeypatch: Any
 ) -> None:
     held = Held(service._loaded())
     monkeypatch.setattr(service, "_model", held)
-    active, tab, _, said = page.do(service, context, "run", "one", "", None, "")
-    assert tab and said == "Waiting …" and active["as"] == "job"
-    later, same, _, _ = page.do(service, context, "run", "two", tab, active, "")
-    assert same == tab and service.jobs.wait(active["job"], LONG).status == "cancelled"
+    active, _, said = page.do(service, context, "run", "one", "tab", None, "")
+    assert said == "Waiting …" and active["as"] == "job"
+    unheard, *_ = page.do(service, context, "run", "two", "tab", active, "")
+    assert service.jobs.wait(active["job"], LONG).status == "cancelled"
+    later, *_ = page.do(service, context, "run", "three", "tab", active, "")  # pressed before the answer came
+    assert service.jobs.wait(unheard["job"], LONG).status == "cancelled"
     assert page.watch(service, later)[5] is False  # the clock goes on
-    cancelled = page.do(service, context, "cancel", "", tab, later, "")
-    assert cancelled[3] == "Cancelling …" and service.jobs.wait(later["job"], LONG).status == "cancelled"
-    assert page.watch(service, later)[0] == "Cancelled."
+    assert page.do(service, context, "cancel", "", "another", later, "")[0] is no_update
+    stopped, *_ = page.do(service, context, "cancel", "", "tab", later, "")
+    assert service.jobs.wait(later["job"], LONG).status == "cancelled"
+    assert page.watch(service, stopped)[0] == page.watch(service, later)[0] == "Cancelled."
+    assert page.do(service, context, "cancel", "", "tab", stopped, "")[0] is no_update
 
 
 def test_a_full_queue_is_a_message(service: LiveService, context: Context, monkeypatch: Any) -> None:

@@ -277,3 +277,31 @@ def folder(tmp_path: Path, save_tokenizer: Callable[[Path], None]) -> Callable[[
         return made
 
     return build
+
+
+@pytest.fixture(scope="session")
+def check_replays() -> Callable[..., None]:
+    """Asserts that what goes on from a step, at each layer with heads and each choice of its visits, is bit for bit the whole
+    forward; and that the heads matter."""
+    from visitlens.hooks.adapters.replay import Replay
+    from visitlens.hooks.intervene import intervene, replace
+
+    @torch.no_grad()
+    def check(model: Any, tokens: torch.Tensor, segments: torch.Tensor) -> None:
+        real, replay = segments >= 0, Replay(model)
+        with replay.going_on(keep=len(model.plan)):
+            plain = model(tokens, segments)[real]
+        assert torch.equal(plain, model(tokens, segments)[real])
+        without = model.config.absent.get("PV", {})
+        for layer in sorted(set(model.plan.visits) - set(without)):
+            steps, changed = [step.index for step in model.plan.steps if step.layer == layer], []
+            for visits, still, going_on in replay.changed_at(steps):
+                with intervene(model, [replace("PV", 0.0, layer=layer, visit=visits, head=1)], must_match=False):
+                    whole = model(tokens, segments)[real]
+                chain = [replace("PV", 0.0, layer=layer, visit=visit, head=1) for visit in still]
+                with going_on, intervene(model, chain, must_match=False):
+                    assert torch.equal(model(tokens, segments)[real], whole), (layer, visits)
+                changed.append(not torch.equal(whole, plain))
+            assert any(changed), f"layer {layer} does nothing"
+
+    return check

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_live import byte_tokenizer
+from tests.tiny_live import LONG, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.app import layout
@@ -112,7 +112,17 @@ def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], LiveModel])
 @pytest.mark.parametrize(
     ("kind", "asked", "said"),
     [
-        ("albert", "", ("In place of token 11", "stands here", "No next token: it fills in masked", "feed-forward")),
+        (
+            "albert",
+            "",
+            (
+                "In place of token 11",
+                "stands here",
+                "No next token: it fills in masked",
+                "feed-forward",
+                "No Dyck prompts: it fills in",
+            ),
+        ),
         ("zamba2", "&layer=0", ("Layer 0 has no attention", "Layer 0 has no heads: a Mamba layer", "No colours")),
         ("inkling2_loop_text", "", ("Its steps can't be read early: the layer's input is the partial",)),
         ("mixtral", "", ("Experts of token 11", "Silence layer 0, head 0")),
@@ -127,10 +137,10 @@ def test_the_page_says_what_a_family_lacks(
     live._model = make_live(kind)
     context = Context(Registry(), tmp_path, services={page.PATH: live})
     id_ = live.probe("tab", PROMPT)
-    assert live.jobs.wait(id_, 60).status == "done"
+    assert live.jobs.wait(id_, LONG).status == "done"
     run = live.find(id_, page.LiveRun)
     scan = live.scan("tab", run, -1, None, "zero")
-    assert live.jobs.wait(scan, 60).status == "done"
+    assert live.jobs.wait(scan, LONG).status == "done"
     shown = layout.render(context, f"http://x/live?job={id_}&scan={scan}{asked}")
     text = str(shown.content)
     assert all(part in text for part in said) and "Which heads the target needs" in text

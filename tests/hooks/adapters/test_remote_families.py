@@ -111,6 +111,11 @@ def test_interventions_reach_every_site(name: str) -> None:
     assert torch.equal(seen.get("resid", layer, 2)[real], seen.get("resid_out", layer, 2)[real])
 
 
+@each
+def test_what_goes_on_from_a_step_is_the_whole_forward(name: str, check_replays: Callable[..., None]) -> None:
+    check_replays(MODELS[name][0](), TOKENS, SEGMENTS)
+
+
 def test_huginn_generates_by_token_and_visit_and_its_core_has_gradients() -> None:
     """Its code restarts positions at 0 behind a cache, and cuts every loop's gradient, unless told otherwise."""
     model = MODELS["huginn"][0]()

@@ -107,7 +107,16 @@ def test_an_error_in_the_model_leaves_the_collector_clean(
 ) -> None:
     collector = make_collector(model, text)
     with pytest.raises(Crash):
-        record(model, text, tmp_path / "r", collector, RecordingOptions(), provenance={}, on_progress=crash_after(2))
+        record(
+            model,
+            text,
+            tmp_path / "r",
+            collector,
+            RecordingOptions(),
+            provenance={},
+            on_progress=crash_after(2),
+            attention_implementation="torch",
+        )
     assert not any(t.count.any() for t in collector.take().values())
     assert not any(point.has_hooks() for point in model.hook_dict.values())
 

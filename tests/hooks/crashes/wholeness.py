@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +32,13 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """Every file but locks, by hash."""
-    files = (f for f in sorted(path.rglob("*")) if f.is_file() and f.suffix != ".lock")
-    return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    """Every file but locks, by hash; one that a writer renames meanwhile is left out."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        with suppress(FileNotFoundError):
+            if file.is_file() and file.suffix != ".lock":
+                found[str(file.relative_to(path))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
 
 
 class Crash(Exception):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import os
-import signal
-import socket
+import shutil
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.meeting import meeting_place, of_rank
 
 from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import load_model
@@ -138,16 +138,16 @@ def test_a_stopped_run_ends_bit_identical(at: int, finished: Path, corpus: Corpu
 
 def test_branches_fork_from_one_stable_run_and_may_be_added(finished: Path, corpus: Corpus, tmp_path: Path) -> None:
     """(6000, 9000) in one go, or 9000 added to a finished 6000: the same two models."""
-    both = train(CONFIG, replace(RECIPE, horizons=(6000, 9000)), corpus, tmp_path, cadence=CADENCE)
+    out = tmp_path / "both"
+    both = train(CONFIG, replace(RECIPE, horizons=(6000, 9000)), corpus, out, cadence=CADENCE)
     assert same(weights(both[0]), weights(finished / "tokens-6000"))
     assert not same(weights(both[0]), weights(both[1]))
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     stable = [row["tokens"] for row in rows if row["branch"] == 0 and "loss" in row]
     assert stable == sorted(set(stable)) and max(stable) <= 9000 - 2400 + 768
-    assert train(CONFIG, replace(RECIPE, horizons=(9000,)), corpus, finished, cadence=CADENCE) == [
-        finished / "tokens-9000"
-    ]
-    assert same(weights(both[1]), weights(finished / "tokens-9000"))
+    more = Path(shutil.copytree(finished, tmp_path / "more"))
+    assert train(CONFIG, replace(RECIPE, horizons=(9000,)), corpus, more, cadence=CADENCE) == [more / "tokens-9000"]
+    assert same(weights(both[1]), weights(more / "tokens-9000"))
 
 
 def test_a_folder_of_another_run_is_refused(finished: Path, corpus: Corpus) -> None:
@@ -221,20 +221,40 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def command_line(*arguments: str) -> None:
+    sys.argv = ["visitlens", *arguments]
+    main()
+
+
+def stop_after_two_states(saved: Any, *arguments: str) -> None:
+    """`saved` hears of the second one, and nothing more is done."""
+    save, states = Trainer.save, list[Path]()
+
+    def stopping(self: Trainer, path: Path) -> None:
+        save(self, path)
+        states.append(path)
+        if len(states) == 2:
+            saved.send(path.name)
+            threading.Event().wait()
+
+    Trainer.save = stopping  # type: ignore[method-assign]  # in a process of its own
+    command_line(*arguments)
+
+
 def test_a_killed_process_resumes_to_the_same_bits(
     run: Callable[..., tuple[int, str, str]], corpus: Corpus, config_file: Path, finished: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    killed = subprocess.Popen(
-        [sys.executable, *command(corpus, config_file, out)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 600
-    while not (out / "stable.safetensors").is_file() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    out, beside = tmp_path / "run", context()
+    asked = command(corpus, config_file, out)[2:]
+    ours, theirs = beside.Pipe()
+    killed: Any = beside.Process(target=stop_after_two_states, args=(theirs, *asked), daemon=True)
+    killed.start()
+    theirs.close()
+    assert ours.poll(600) and ours.recv() == "stable.safetensors"
+    killed.kill()
+    killed.join()
     assert (out / "stable.safetensors").is_file() and not (out / "tokens-6000" / "training.json").is_file()
-    code, said, err = run(*command(corpus, config_file, out)[2:])
+    code, said, err = run(*asked)
     assert code == 0, err
     assert said.strip() == str(out / "tokens-6000")
     assert same(weights(out / "tokens-6000"), weights(finished / "tokens-6000"))
@@ -245,35 +265,28 @@ def by_torchrun(*arguments: str) -> None:
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
 
 
-def command_line(*arguments: str) -> None:
-    sys.argv = ["visitlens", *arguments]
-    main()
-
-
 def as_rank(rank: int, port: int, work: Callable[..., object], *arguments: object) -> None:
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in where.items()})
+    os.environ.update(of_rank(rank, 2, port))
     work(*arguments)
 
 
 def in_two_processes(work: Callable[..., object], *arguments: object) -> None:
     """What torchrun makes of two processes, with torch loaded already."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     beside: Any = context()
-    ranks = [beside.Process(target=as_rank, args=(rank, port, work, *arguments)) for rank in range(2)]
+    meeting = meeting_place()
+    ranks = [beside.Process(target=as_rank, args=(rank, meeting.port, work, *arguments)) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(300)
+        rank.join(600)
         rank.kill()
+        rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
