@@ -180,7 +180,11 @@ def _experts(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         for path in layer.modules
     ]
     given: list[Tensor] = []
-    handles = [bank.register_forward_hook(lambda _, __, out: given.append(out)) for bank in dict.fromkeys(banks)]
+
+    def keep(_: Any, __: Any, out: Any) -> None:
+        given.append(out)
+
+    handles = [bank.register_forward_hook(keep) for bank in dict.fromkeys(banks)]
     try:
         captured = _observe(model, ["expert_out", "gates"], tokens)
     finally:

@@ -14,14 +14,21 @@ PACKAGE = "visitlens_folder_"
 """How the names of such code's modules begin (`own_loader`)."""
 
 
-def place_of(error: BaseException) -> str | None:
-    """FILE:LINE, the innermost of such code; None where none of it was running."""
-    inside = [
-        f"{frame.f_code.co_filename}:{line}"
-        for frame, line in walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(PACKAGE)
-    ]
-    return inside[-1] if inside else None
+_PASSING = "visitlens.hooks.adapters.attention_calls"
+"""Through which such code calls attention, whatever goes wrong there."""
+
+
+def place_of(error: BaseException, *, own_fault: bool = False) -> str | None:
+    """FILE:LINE, the innermost of such code; None where none of it was running. `own_fault`: also where one of our hooks, or what a
+    hook calls (a progress function that stops the run), raised inside it."""
+    place = None
+    for frame, line in walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__"))
+        if name.startswith(PACKAGE):
+            place = f"{frame.f_code.co_filename}:{line}"
+        elif own_fault and name.startswith("visitlens.") and name != _PASSING:
+            place = None
+    return place
 
 
 @contextmanager
@@ -32,7 +39,7 @@ def forward_told() -> Iterator[None]:
     except (VisitlensError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        place = place_of(error)
+        place = place_of(error, own_fault=True)
         if place is None or "can't allocate memory" in str(error):  # of torch, on a CPU
             raise
         raise CheckpointError(

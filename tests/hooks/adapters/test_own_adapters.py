@@ -14,6 +14,7 @@ from tests.hooks.adapters.own_folders import LOADER
 import visitlens as vl
 from visitlens.hooks.guards import conditions
 from visitlens.kernels.errors import CheckpointError
+from visitlens.probe.live import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"
@@ -121,7 +122,8 @@ def test_what_an_adapter_says_and_the_model_isn_t_is_told_with_what_to_mend(
     assert guards["attention rows"] is None and guards["writes"] is True
 
     (own / LOADER).write_text(loader)
-    (own / "model.py").write_text(model.replace("return self.out(", "return self.out[0]("))
+    broken = model.replace("return self.out(", "return self.out[0](")
+    (own / "model.py").write_text(broken)
     place = (own / "model.py").read_text().splitlines().index(
         next(x for x in (own / "model.py").read_text().splitlines() if "self.out[0](" in x)
     ) + 1
@@ -131,6 +133,17 @@ def test_what_an_adapter_says_and_the_model_isn_t_is_told_with_what_to_mend(
     with pytest.raises(CheckpointError, match="the model's forward failed") as caught:
         vl.load(own, trust_remote_code=True).run("w3 w4")
     assert isinstance(caught.value.__cause__, TypeError)
+    mended = model.replace("is_causal=True", "attn_mask=torch.zeros(3, 5)")
+    (own / "model.py").write_text(mended)
+    assert "the model's forward failed (RuntimeError: The " in run("inspect", own, TRUST)[2]
+    (own / "model.py").write_text(model)
+
+    def stop(done: int, total: int) -> None:
+        raise LookupError(done)
+
+    with pytest.raises(LookupError):  # of a progress function, and not the model's
+        LiveModel.load(own, trust_remote_code=True).run("w3 w4", on_progress=stop)
+    (own / "model.py").write_text(broken)
     monkeypatch.setenv("VISITLENS_TRACEBACK", "1")
     with pytest.raises(CheckpointError, match="the model's forward failed"):
         run("inspect", own, TRUST)
