@@ -11,14 +11,12 @@ import numpy as np
 
 
 def interleaved(ways: dict[str, Callable[[], Any]], rounds: int) -> tuple[float, dict[str, np.ndarray]]:
-    """Median CPU seconds of the first way, and each way's ratios to it, one a round. All run in turn in each round, each time
-    beginning with another one, since what ran before leaves its traces in caches and in the allocator. One more round, not counted,
-    warms up."""
-    names = list(ways)
+    """Median CPU seconds of the first way, and each way's ratios to it, one a round. Each round runs all of them, in an order of its
+    own (the same in every run): what ran before leaves its traces in caches and in the allocator. One more round, not counted, warms up."""
+    names, order = list(ways), np.random.default_rng(0)
     seconds = np.empty((rounds + 1, len(names)))
     for round_ in range(rounds + 1):
-        for at in range(round_, round_ + len(names)):
-            way = at % len(names)
+        for way in order.permutation(len(names)):
             began = time.process_time()
             kept = ways[names[way]]()
             seconds[round_, way] = time.process_time() - began
