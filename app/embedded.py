@@ -76,7 +76,9 @@ def dashboard(
     folder = checkpoint_folder(model) if model else None
     registry = Registry([run.recording.place if isinstance(run, RecordedRun) else run for run in runs])
     with ExitStack() as undo:
-        listening = undo.enter_context(_listening(port))  # an error gives the port back: a notebook keeps what raised it
+        listening = undo.enter_context(
+            _listening(port)
+        )  # an error gives the port back: a notebook keeps what raised it
         port = listening.getsockname()[1]
         prefix = f"/{_behind(proxy, port).strip('/')}/" if proxy else "/"
         context = Context(registry, folder, prefix, model_options=options)

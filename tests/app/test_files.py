@@ -139,7 +139,7 @@ def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
         shown.stop()
     with pytest.raises(InputError, match="can't be used"), socket.create_server(("127.0.0.1", 0)) as other:
         vl.dashboard(looped_recording.recording.path, port=other.getsockname()[1])
-    with pytest.raises(InputError, match="port 99999 of 127.0.0.1 can't be used"):
+    with pytest.raises(InputError, match="port 99999 of 127"):
         vl.dashboard(looped_recording.recording.path, port=99999)
     port = int(shown.url.rsplit(":")[-1].strip("/"))
     with pytest.raises(InputError, match="expected a proxy path") as kept:
