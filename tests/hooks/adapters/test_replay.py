@@ -46,6 +46,14 @@ def test_a_model_whose_layers_tell_each_other_something_unseen_runs_whole(
     check_replays(model, TOKENS, SEGMENTS)
 
 
+def test_what_is_kept_stays_where_a_model_changes_it_in_place(check_replays: Callable[..., None]) -> None:
+    hf = tiny_llama(3)
+    hf.model.layers[0].register_forward_hook(lambda _, __, output: output.mul_(1.5))
+    model = vl.adapt(hf)
+    assert replay_of(model).left
+    check_replays(model, TOKENS, SEGMENTS)
+
+
 @torch.no_grad()
 def test_an_output_whose_tensors_are_not_found_is_not_kept() -> None:
     class Opaque:
