@@ -174,4 +174,5 @@ def _copy(output: Any) -> Any:
 
 
 def _bytes(output: Any) -> int:
-    return sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)  # `nbytes` fails in a compiled layer

@@ -55,6 +55,16 @@ def test_what_is_kept_stays_where_a_model_changes_it_in_place(check_replays: Cal
 
 
 @torch.no_grad()
+def test_layers_that_are_compiled_in_place() -> None:
+    hf = tiny_llama(2)
+    plain = hf(TOKENS).logits
+    hf.model.layers[0].compile(backend="eager")
+    model = vl.adapt(hf)
+    with Replay(model).going_on(keep=2):
+        assert torch.allclose(model(TOKENS), plain, atol=1e-6)
+
+
+@torch.no_grad()
 def test_an_output_whose_tensors_are_not_found_is_not_kept() -> None:
     class Opaque:
         def __init__(self, x: torch.Tensor) -> None:
