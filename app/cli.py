@@ -5,6 +5,7 @@ Thin: every command calls one function. Commands import what is heavy when they 
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import signal
 import sys
@@ -16,7 +17,7 @@ import typer
 from visitlens import __version__
 from visitlens.app import commands
 from visitlens.app.console import console, log_shown, plain
-from visitlens.kernels.errors import VisitlensError
+from visitlens.kernels.errors import TRACEBACK, VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,7 +39,7 @@ for _module in pkgutil.iter_modules(commands.__path__):
 
 
 def main() -> None:
-    """Runs the command line; every error on purpose is one line and a non-zero exit."""
+    """Runs the command line; every error on purpose is one line and a non-zero exit, its traceback where `TRACEBACK` is set."""
     signal.signal(
         signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
     )  # cleans up; a recording ends its context first
@@ -46,6 +47,8 @@ def main() -> None:
         with log_shown():
             app(standalone_mode=True)
     except VisitlensError as error:
+        if os.environ.get(TRACEBACK):
+            raise
         _fail(str(error))
     except OSError as error:  # of a path that no command expected
         _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))

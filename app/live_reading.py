@@ -41,6 +41,13 @@ def read_as(entries: Iterable[Entry], weights: str, given: Mapping[str, Any]) ->
     return {**{name: value for name, (value, _) in said.items()}, **given}
 
 
+def of_other_code(entries: Iterable[Entry], model: Mapping[str, Any]) -> list[str]:
+    """Names of the recordings of a probed model's weights (`LiveRun.model`) that other code of its folder made."""
+    made = [(entry.name, entry.run.recording.provenance) for entry in entries if entry.run is not None]
+    ours = [(name, said.get("code_sha256")) for name, said in made if said["weights_sha256"] == model["weights_sha256"]]
+    return [name for name, code in ours if code != model["code_sha256"]]
+
+
 def told(options: Mapping[str, Any]) -> str:
     """The options as they are given on the command line."""
     return " ".join(_option(name, value) for name, value in options.items())

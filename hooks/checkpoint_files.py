@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from visitlens.kernels.errors import CheckpointError
@@ -58,12 +59,24 @@ def code_sha256(folder: Path) -> str | None:
     """Of what makes the model of a folder that brings its loader: every *.py below it, by path, and config.json. None of others."""
     if not brings_loader(folder):
         return None
-    files = [file.relative_to(folder) for file in folder.rglob("*.py")]
-    files = sorted(file for file in files if not any(part.startswith(".") for part in file.parts))
     digest = hashlib.sha256()
-    for file in (*files, *([Path("config.json")] if (folder / "config.json").is_file() else [])):
+    for file in (*_code_files(folder), *([Path("config.json")] if (folder / "config.json").is_file() else [])):
         digest.update(f"{file.as_posix()} {sha256_of(folder / file)}\n".encode())
     return digest.hexdigest()
+
+
+def _code_files(folder: Path) -> list[Path]:
+    """Every *.py that may be imported from there, relative to it: in linked folders too, each once, and in no hidden one."""
+    files, seen = list[Path](), set[str]()
+    for place, below, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        found = (Path(place, name) for name in names if name.endswith(".py") and not name.startswith("."))
+        files += [file.relative_to(folder) for file in found if file.is_file()]
+    return sorted(files)
 
 
 def sha256_of(path: Path) -> str:

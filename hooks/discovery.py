@@ -91,7 +91,16 @@ def follow(
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Outermost members of module lists that hold weights; of a member that only wraps further lists, its members."""
+    """Outermost members of module lists that hold weights; of a member that only wraps further lists, its members. What is of such
+    a member's own class is a layer wherever it stands: a first block beside the list, whose experts are in a list too."""
+    listed = _outermost(model, ())
+    within = {type(part) for layer in listed.values() for part in layer.modules() if part is not layer}
+    kinds = {type(layer) for layer in listed.values()} - within
+    return _outermost(model, tuple(kind for kind in kinds if not kind.__module__.startswith("torch.")))
+
+
+def _outermost(model: nn.Module, kinds: tuple[type, ...]) -> dict[str, nn.Module]:
+    """By path: members of module lists, and modules of these classes."""
     found: dict[str, nn.Module] = {}
 
     def walk(module: nn.Module, path: str) -> None:
@@ -100,7 +109,7 @@ def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
             if not any(True for _ in child.parameters()):
                 continue
             listed = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)  # lists may hold lists
-            if listed and not _only_wraps_lists(child):
+            if isinstance(child, kinds) or (listed and not _only_wraps_lists(child)):
                 found[below] = child
             else:
                 walk(child, below)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.cache import cache_of
+from visitlens.hooks.adapters.family import bank_inputs
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.sites import SITES
 
@@ -59,6 +60,7 @@ def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         plan,
         _writes(model, tokens),
         _rows(model, tokens),
+        *_experts(model, tokens),
         _documents(model, tokens),
         _padding(model, tokens),
         _caching(model, tokens),
@@ -142,6 +144,8 @@ def _writes(model: AdaptedModel, tokens: Tensor) -> Guard:
 
 def _rows(model: AdaptedModel, tokens: Tensor) -> Guard:
     """Rows formed from Q and K by the model's rule, against the context that the model computed: P V = PV."""
+    if why := model.config.missing.get("P"):
+        return Guard("attention rows", None, why)
     captured = _observe(model, ["Q", "K", "V", "P", "PV"], tokens)
     groups = model.config.num_heads // model.config.num_kv_heads
     worst, future, off = 0.0, False, 0.0
@@ -163,6 +167,43 @@ def _rows(model: AdaptedModel, tokens: Tensor) -> Guard:
         ok,
         f"sum to 1{slot} within {off:.1e}, {'some' if future else 'none'} on future keys, P V = PV within {worst:.1e} of its size",
     )
+
+
+def _experts(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
+    """Each expert's output, which is had by running the bank again, against what the bank gave. None of a model without."""
+    if "expert_out" in model.config.missing:
+        return []
+    banks = [
+        model.body.get_submodule(f"{path}.{bank_inputs(layer)['experts'].module}")
+        for layer in model.anatomy.layers
+        if bank_inputs(layer)
+        for path in layer.modules
+    ]
+    given: list[Tensor] = []
+
+    def keep(_: Any, __: Any, out: Any) -> None:
+        given.append(out)
+
+    handles = [bank.register_forward_hook(keep) for bank in dict.fromkeys(banks)]
+    try:
+        captured = _observe(model, ["expert_out", "gates"], tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    worst = 0.0
+    for step, out in zip(_steps(captured, "expert_out"), given, strict=True):
+        total = (captured.at("expert_out", step) * captured.at("gates", step).unsqueeze(-1)).sum(-2)
+        there = captured.held(VISITED, step)
+        if there is not None and total.numel() != out.numel():  # the layer was given some of the tokens
+            total = total[there]
+        worst = max(worst, difference(total, out.view(total.shape)))
+    return [
+        Guard(
+            "experts",
+            worst < tolerance(model),
+            f"gates times outputs = what the bank gave, within {worst:.1e} of its size",
+        )
+    ]
 
 
 def _documents(model: AdaptedModel, tokens: Tensor) -> Guard:

@@ -12,7 +12,6 @@ import builtins
 import hashlib
 import importlib
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.abc import MetaPathFinder
@@ -31,6 +30,7 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.checkpoint_files import LOADER, code_sha256
 from visitlens.hooks.copies import tie_copies as tie
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.own_code import PACKAGE, place_of
 from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
 
 OURS = ("family", "tie_copies")
@@ -136,8 +136,7 @@ def _told(folder: Path, what: str) -> Iterator[None]:
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"
         else:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
-            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else str(folder / LOADER)
+            where = place_of(error) or str(folder / LOADER)
         name = "" if isinstance(error, VisitlensError) else f"{type(error).__name__}: "
         kind = InputError if isinstance(error, InputError) else CheckpointError
         raise kind(f"{where}: {what} failed ({name}{error})") from error
@@ -151,7 +150,7 @@ def _told(folder: Path, what: str) -> Iterator[None]:
 def _imported(folder: Path) -> ModuleType:
     """The loader, as a member of the folder's package: named by the folder and its code, so that code that has changed is new."""
     key = hashlib.sha256(f"{folder} {code_sha256(folder)}".encode()).hexdigest()
-    package = f"{_PREFIX}{key[:16]}"
+    package = f"{PACKAGE}{key[:16]}"
     if package not in sys.modules:
         sys.modules[package] = root = ModuleType(package, f"The files of {folder}.")
         root.__path__ = [str(folder)]
@@ -161,14 +160,11 @@ def _imported(folder: Path) -> ModuleType:
     return importlib.import_module(f"{package}.{Path(LOADER).stem}")
 
 
-_PREFIX = "visitlens_folder_"
-
-
 class _Finder(MetaPathFinder):
     """Of modules of such packages."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if path is None or not fullname.startswith(_PREFIX):
+        if path is None or not fullname.startswith(PACKAGE):
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TRACEBACK = "VISITLENS_TRACEBACK"
+"""A variable of the environment: set, a command ends in the whole traceback of its error."""
+
 
 class VisitlensError(Exception):
     """Base of every error that visitlens raises on purpose."""

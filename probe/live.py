@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import StepValues, capture
-from visitlens.hooks.loading import load_model, resolve, weights_sha256
+from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.loop_plan import Step, visit_choices
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.kernels.errors import InputError, MemoryLimitError
@@ -62,6 +62,7 @@ class LiveModel:
         *,
         name: str = "model",
         weights_sha256: str | None = None,
+        code_sha256: str | None = None,
         limit: int = TOKEN_LIMIT,
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -70,7 +71,7 @@ class LiveModel:
         self.plan, self.config = model.plan, model.config
         self.limit = min(limit, model.config.context_length)
         self.text_of = TokenTexts(tokenizer)
-        self._weights = weights_sha256
+        self._weights, self._code = weights_sha256, code_sha256
         self._forward = forward_of(model)
 
     @classmethod
@@ -92,9 +93,10 @@ class LiveModel:
             InputError: an unknown dtype, a kind of model without an adapter, an option that it doesn't take.
         """
         folder = resolve(checkpoint)
-        model: Any = load_model(folder, dtype, device, **options)
         about = {"name": folder.resolve().name, "weights_sha256": weights or weights_sha256(folder), "options": options}
-        return cls(model, load_tokenizer(folder), limit=limit, **about)
+        code = code_sha256(folder)  # before it is run
+        model: Any = load_model(folder, dtype, device, **options)
+        return cls(model, load_tokenizer(folder), limit=limit, code_sha256=code, **about)
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
@@ -140,6 +142,7 @@ class LiveModel:
                     "name": self.name,
                     "config": self.config.to_dict(),
                     "weights_sha256": self._weights,
+                    "code_sha256": self._code,
                     "options": self.options,
                 },
                 plan=self.plan,

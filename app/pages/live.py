@@ -20,7 +20,7 @@ from visitlens.app.live_cards import (
 )
 from visitlens.app.live_choice import PARAMETERS, choice
 from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms_panel, scan_panel
-from visitlens.app.live_reading import read_as
+from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
 from visitlens.kernels.errors import InputError, VisitlensError
@@ -63,6 +63,7 @@ def layout(view: View) -> list[Any]:
     without = run.lacks("Q", chosen.layer)
     items: list[Any] = [
         prompt_card(live, run),
+        *_changed(of_other_code(view.context.registry.entries(), run.model)),
         tokens_card(view, run, chosen, answers),
         state(f"Layer {chosen.layer} has no attention", [_sentence(without)], "note wide")
         if without
@@ -95,6 +96,13 @@ def _hint() -> html.Section:
         ],
         "note wide",
     )
+
+
+def _changed(recordings: list[str]) -> list[html.Section]:
+    if not recordings:
+        return []
+    said = f"The code in the model's folder (*.py, config.json) isn't that which made {', '.join(recordings)}: what is shown here needn't be"
+    return [state("The model's code has changed", [f"{said} what was recorded."], "note wide")]
 
 
 def _other(live: LiveService, view: View, name: str, kind: Any, run: LiveRun) -> tuple[Any, str]:

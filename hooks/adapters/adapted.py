@@ -19,6 +19,7 @@ from visitlens.hooks.document_model import Change, DocumentModel, Part, check_re
 from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.instrumented import check_unbroken
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.own_code import forward_told
 from visitlens.kernels.errors import InputError
 
 
@@ -135,7 +136,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
     @contextmanager
     def as_planned(self) -> Iterator[None]:
         """What every call of the model's own code is made in: it runs the steps of the plan."""
-        with self._looping(), self.family.running(self.model):
+        with forward_told(), self._looping(), self.family.running(self.model):
             yield
 
     def _looping(self) -> AbstractContextManager[None]:

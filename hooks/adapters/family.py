@@ -204,8 +204,15 @@ def _unread(anatomy: Anatomy) -> list[str]:
         known |= {read.site for read in layer.reads}
         known |= {site for inside in layer.inside for site in inside.sites}
         known |= set() if layer.attention is None else {"Q", "K", "V", "P", "PV"}
-    known |= {"expert_out"} if "experts" in known else set()
+    known |= {"expert_out"} if any(map(bank_inputs, anatomy.layers)) else set()
     return [site for site in SITES if site not in known]
+
+
+def bank_inputs(layer: Layer) -> dict[str, Read]:
+    """The reads of expert_in, experts and gates, where all are inputs of one module: each expert's output can then be had. Else none."""
+    inputs = {read.site: read for read in layer.reads if read.end == "input"}
+    reads = {site: inputs[site] for site in ("expert_in", "experts", "gates") if site in inputs}
+    return reads if len(reads) == 3 and len({read.module for read in reads.values()}) == 1 else {}
 
 
 def _first(*ids: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
-from visitlens.hooks.adapters.family import Inside, Read, Visited
+from visitlens.hooks.adapters.family import Inside, Read, Visited, bank_inputs
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import VISITED, Captured
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.sites import SITES, token_shape
 from visitlens.hooks.visit_clock import VisitClock
 from visitlens.kernels.errors import InputError, PlanError
 
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel
 
 _ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
-_EXPERT_INPUTS = ("hidden_states", "top_k_index", "top_k_weights")
+_UNSEEN = {
+    "registry": 'its attention goes past what is watched (load it with attn_implementation="sdpa")',
+    "sdpa": "its attention doesn't call torch.nn.functional.scaled_dot_product_attention inside the module that `attention` names: let "
+    "it call that, or say attention=None, which leaves out what needs Q, K, V, P or PV",
+}
+"""`attention_calls` -> why a step may give no site of attention."""
 
 
 class StepObserver:
@@ -50,7 +55,7 @@ class StepObserver:
                     if read.site in self.captured.sites:
                         self._watch(self._module(path, read.module), read)
                     if read.site == "experts" and read.end == "input" and "expert_out" in self.captured.sites:
-                        self._watch_experts(self._module(path, read.module))
+                        self._watch_experts(self._module(path, read.module), bank_inputs(layer))
                 self._handles.append(module.register_forward_hook(self._leave))
         for layer in self.adapted.anatomy.layers:
             if layer.visited is not None and layer.visited.at_body and layer.visited.read is not None:
@@ -118,6 +123,11 @@ class StepObserver:
             def output(_: Any, __: Any, result: Any) -> Any:
                 if not isinstance(result, tuple):
                     return self._store(read.site, result)
+                if read.item >= len(result):
+                    raise InputError(
+                        f"{read.site!r} is read from output {read.item} of {read.module or 'the layer'!r}, which gave {len(result)}: mend the "
+                        "Read's `item`"
+                    )
                 new = self._store(read.site, result[read.item])
                 return None if new is None else (*result[: read.item], new, *result[read.item + 1 :])
 
@@ -125,11 +135,8 @@ class StepObserver:
             return
 
         def entry(_: Any, args: tuple, kwargs: dict) -> Any:
-            if read.item >= len(args):
-                new = self._store(read.site, kwargs[read.name])
-                return None if new is None else (args, {**kwargs, read.name: new})
-            new = self._store(read.site, args[read.item])
-            return None if new is None else ((*args[: read.item], new, *args[read.item + 1 :]), kwargs)
+            new = self._store(read.site, _argument(read, args, kwargs))
+            return None if new is None else _with_argument(read, args, kwargs, new)
 
         self._handles.append(module.register_forward_pre_hook(entry, with_kwargs=True))
 
@@ -140,17 +147,19 @@ class StepObserver:
 
         self._handles.append(module.register_forward_hook(look, with_kwargs=True))
 
-    def _watch_experts(self, module: Any) -> None:
+    def _watch_experts(self, module: Any, inputs: Mapping[str, Read]) -> None:
         """Each expert's own output, had by running the bank once more with one expert a row and no weighing."""
 
         known = self.adapted.expert_outputs  # of this call, as changed by whoever watched before
 
         def outputs(_: Any, args: tuple, kwargs: dict, result: Tensor) -> Tensor | None:
-            hidden, experts, gates = (*args, *(kwargs[name] for name in _EXPERT_INPUTS[len(args) :]))
+            hidden, experts, gates = (_argument(read, args, kwargs) for read in inputs.values())
             if module not in known:
                 rows = hidden.reshape(-1, hidden.shape[-1]).repeat_interleave(experts.shape[-1], dim=0)
-                each = module.forward(rows, experts.reshape(-1, 1), torch.ones_like(gates).reshape(-1, 1))
-                known[module] = each.view(*experts.shape, -1)
+                alone = (rows, experts.reshape(-1, 1), torch.ones_like(gates).reshape(-1, 1))
+                for read, value in zip(inputs.values(), alone, strict=True):
+                    args, kwargs = _with_argument(read, args, kwargs, value)
+                known[module] = module.forward(*args, **kwargs).view(*experts.shape, -1)
             new = self._store("expert_out", known[module])
             if new is None:
                 return None
@@ -194,14 +203,14 @@ class StepObserver:
             for step in self.adapted.plan.steps:
                 if step.index not in (*absent, *skipped) and self.captured.held(site, step.index) is None:
                     raise PlanError(
-                        f"{step} ran and gave no {site!r}: the adapter for {self.adapted.config.family} doesn't fit this model, or its "
-                        'attention goes past what is watched (load it with attn_implementation="sdpa")'
+                        f"{step} ran and gave no {site!r}: the adapter for {self.adapted.config.family} doesn't fit this model"
+                        + (f", or {_UNSEEN[self.adapted.family.attention_calls]}" if site in _ATTENTION_SITES else "")
                     )
 
     def _enter(self, _: Any, args: tuple, kwargs: dict, layer: int, path: str) -> None:
         if recomputing():
             return
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self.shape, self.places, self.there = tuple(hidden.shape[:2]), None, None
         self.step = self.clock.enter(layer).index
         if (visited := self.adapted.anatomy.layers[layer].visited) is not None:
@@ -271,11 +280,25 @@ class StepObserver:
         """Keeps a value; what it returns, which is nothing here, takes the value's place."""
         if self.step is None or recomputing():
             return None
+        self._check_shape(site, value)
         shape = self.shape
         if self.places is not None:
             value, shape = in_place(site, value, shape, self.places, self.whole, float("nan")), self.whole
         self.adapted.place(self.captured, site, self.step, value, shape)
         return None
+
+    def _check_shape(self, site: str, value: Tensor) -> None:
+        """Of what has heads, experts or a k. What attention reads may be wider than the stream (Zamba)."""
+        config, axes = self.adapted.config, SITES[site].axes
+        expected = token_shape(site, config)
+        found = tuple(value.shape[1:2] if site == "P" else value.shape[-len(axes) :])
+        if found != expected and axes != ("hidden",):
+            repeated = ". K and V count as attention gets them: where they are repeated for grouped queries, num_kv_heads is num_heads"
+            raise InputError(
+                f"{self.adapted.plan.steps[self.step or 0]} gave {site!r} of shape {found} a token, and by the sizes of the adapter for "
+                f"{config.family} it is {expected} ({', '.join(axis for axis in axes if axis != 'key')}): mend its `sizes`, or where "
+                f"{site!r} is read{repeated if site in ('K', 'V') else ''}"
+            )
 
 
 def _up(path: str, names: int) -> str:
@@ -283,7 +306,18 @@ def _up(path: str, names: int) -> str:
 
 
 def _argument(read: Read, args: tuple, kwargs: dict) -> Tensor:
+    if read.item >= len(args) and read.name not in kwargs:
+        raise InputError(
+            f"{read.site!r} is read from argument {read.item} of {read.module or 'the layer'!r}, or its keyword {read.name!r}, and it was "
+            f"called with {len(args)} arguments and the keywords {', '.join(kwargs) or '(none)'}: mend the Read's `item` or `name`"
+        )
     return args[read.item] if read.item < len(args) else kwargs[read.name]
+
+
+def _with_argument(read: Read, args: tuple, kwargs: dict, value: Tensor) -> tuple[tuple, dict]:
+    if read.item < len(args):
+        return (*args[: read.item], value, *args[read.item + 1 :]), kwargs
+    return args, {**kwargs, read.name: value}
 
 
 def in_place(

@@ -41,6 +41,41 @@ class Looped(nn.Module):
         return self.layers[3](x)
 
 
+class Expert(nn.Linear):
+    pass
+
+
+class Sparse(nn.Module):
+    """Its experts stand in a list, and not all of them run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(4), nn.ModuleList(Expert(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[1](self.norm(x))
+
+
+class Prelude(nn.Module):
+    """One block of the looped ones' class stands before their list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(16, 4), Sparse()
+        self.core = nn.ModuleList([Sparse()])
+        self.last = Expert(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.embed(tokens))
+        return self.last(self.core[0](self.core[0](x)))
+
+
+def test_a_block_beside_the_list_is_a_layer_and_its_experts_are_none() -> None:
+    model = Prelude()
+    ledger = discover(model, model, TOKENS)
+    assert ledger.modules == ("first", "core.0", "core.0") and ledger.plan.visits == {0: 1, 1: 2} and not ledger.flags
+
+
 class Recursive(nn.Module):
     """Four module objects, two physical layers: 0 and 2, 1 and 3. Norms and gates are each visit's own; `break_attention`
     loses the tying of attention, as published code once did, with equal values."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.hooks.adapters.own_folders import FOLDERS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
@@ -264,6 +265,18 @@ def recursive() -> Any:
 
     torch.manual_seed(8)
     return vl.adapt(Recursive().eval().requires_grad_(False), MixtureOfRecursions())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, save_tokenizer: Callable[[Path], None]) -> Callable[[str], Path]:
+    """Factory: one of `own_folders`, with a tokenizer."""
+
+    def build(kind: str = "documented", name: str = "") -> Path:
+        made = FOLDERS[kind](tmp_path / (name or kind))
+        save_tokenizer(made)
+        return made
+
+    return build
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.hooks.adapters.own_folders import FOLDERS, LOADER, STEPS
 
 import visitlens as vl
 from visitlens.app.context import Context, checkpoint_folder
-from visitlens.app.live_reading import read_as
+from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
 from visitlens.hooks.checkpoint_files import code_sha256
@@ -59,18 +59,6 @@ class Cached(LoopedMoE):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, save_tokenizer: Callable[[Path], None]) -> Callable[[str], Path]:
-    """Factory: one of `own_folders`, with a tokenizer."""
-
-    def build(kind: str = "documented", name: str = "") -> Path:
-        made = FOLDERS[kind](tmp_path / (name or kind))
-        save_tokenizer(made)
-        return made
-
-    return build
-
-
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_from_record_to_the_live_probe(
     kind: str, folder: Callable[..., Path], words: Path, run: Run, tmp_path: Path
@@ -106,6 +94,8 @@ def test_from_record_to_the_live_probe(
     assert service.jobs.wait(job, 60).status == "done"
     probed = service.find(job, LiveRun)
     service.jobs.close()
+    assert of_other_code(context.registry.entries(), probed.model) == []
+    assert of_other_code(context.registry.entries(), {**probed.model, "code_sha256": "0" * 64}) == ["r"]
     assert (probed.logits == vl.load(own, trust_remote_code=True).run("w3 w4 w5").logits.numpy()).all()
 
 
@@ -214,7 +204,13 @@ def test_a_recording_is_of_its_code_and_options(
     judged = ("ablate", out, "--model", own, TRUST, "--metric", "text", "--text", words, "--max-tokens", 40)
     below = own / "parts"
     below.mkdir()
-    for changed in (own / "model.py", own / "config.json", below / "new.py"):
+    (own / "a.py").mkdir()  # no file, and a link that leads back
+    (own / "loop").symlink_to(own)
+    (own / "gone.py").symlink_to(tmp_path / "nowhere")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (own / "elsewhere").symlink_to(linked)
+    for changed in (own / "model.py", own / "config.json", below / "new.py", linked / "new.py"):
         before = changed.read_text() if changed.exists() else None
         changed.write_text(f"{before or ''}\n")
         code, _, err = run(*here)
