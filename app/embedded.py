@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
@@ -65,7 +65,8 @@ def dashboard(
             model's recordings say.
 
     Raises:
-        InputError: a path that doesn't exist; options without a model; the port is taken.
+        InputError: a path that doesn't exist; options without a model; the port is taken or none; a field in `proxy` other than
+            `{port}`.
         CheckpointError: no such checkpoint.
     """
     from waitress.server import create_server
@@ -74,20 +75,31 @@ def dashboard(
         raise InputError(f"{', '.join(options)}: say which model is read so (model=...)")
     folder = checkpoint_folder(model) if model else None
     registry = Registry([run.recording.place if isinstance(run, RecordedRun) else run for run in runs])
-    listening = _listening(port)
-    port = listening.getsockname()[1]
-    prefix = f"/{proxy.format(port=port).strip('/')}/" if proxy else "/"
-    context = Context(registry, folder, prefix, model_options=options)
-    application = behind_prefix(build(context, Access(framed=True)).server, prefix)
-    server: Any = create_server(application, sockets=[listening], threads=4, clear_untrusted_proxy_headers=True)
+    with ExitStack() as undo:
+        listening = undo.enter_context(
+            _listening(port)
+        )  # an error gives the port back: a notebook keeps what raised it
+        port = listening.getsockname()[1]
+        prefix = f"/{_behind(proxy, port).strip('/')}/" if proxy else "/"
+        context = Context(registry, folder, prefix, model_options=options)
+        application = behind_prefix(build(context, Access(framed=True)).server, prefix)
+        server: Any = create_server(application, sockets=[listening], threads=4, clear_untrusted_proxy_headers=True)
+        undo.pop_all()
     return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()
+
+
+def _behind(proxy: str, port: int) -> str:
+    try:
+        return proxy.format(port=port)
+    except (LookupError, ValueError) as error:
+        raise InputError(f"expected a proxy path like '/user/me/proxy/{{port}}/', got {proxy!r}") from error
 
 
 def _listening(port: int) -> socket.socket:
     """At the port from now on: a free one that is only looked up may be taken by the time it is used."""
     try:
         return socket.create_server(("127.0.0.1", port), backlog=1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         raise InputError(
-            f"port {port} of 127.0.0.1 can't be used ({error.strerror or error}); 0 takes a free one"
+            f"port {port} of 127.0.0.1 can't be used ({getattr(error, 'strerror', None) or error}); 0 takes a free one"
         ) from error

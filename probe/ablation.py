@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.adapters.replay import Replay
+from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture import capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.instrumented import InstrumentedModel
@@ -247,7 +247,7 @@ def _in_turn(
         value = value[..., : batch.tokens.shape[1], :, :] if isinstance(value, Tensor) and value.ndim == 4 else value
         return put_in("PV", value, layer=layer, visit=visit, head=head)
 
-    clean = Replay(model) if isinstance(model, AdaptedModel) else None
+    clean = replay_of(model) if isinstance(model, AdaptedModel) else None
     with clean.going_on(keep=max(map(max, steps.values()))) if clean else nullcontext():
         plain = score()
 

@@ -308,8 +308,7 @@ class LiveModel:
     ) -> Iterator[Tensor]:
         """Logits [head, vocab] after a position, for each layer and choice of its visits; `batch` is the prompt, once a head."""
         forward = self._forward
-        with forward.watched(progress.advance):
-            kept = forward.kept(batch)
+        kept = forward.kept(batch, progress.advance)
         for layer in layers:
             for visits, resumed in forward.resumed(batch, kept, self._steps(layer)):
                 steps = [self.plan.step(layer, visit) for visit in visits]

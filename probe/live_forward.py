@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.adapters.replay import Replay, around, layer_modules
+from visitlens.hooks.adapters.replay import Replay, around, layer_modules, replay_of
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.loop_plan import Step, visit_choices
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -55,8 +55,8 @@ class Forward(Protocol):
         """Inside, attended contexts are changed at these steps."""
         ...
 
-    def kept(self, tokens: Tensor) -> Any:
-        """What `resumed` needs of the run as it was: one forward."""
+    def kept(self, tokens: Tensor, advance: Callable[[], None]) -> Any:
+        """What `resumed` needs of the run as it was: one forward, `watched`."""
         ...
 
     def resumed(self, tokens: Tensor, kept: Any, steps: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Resumed]]:
@@ -119,8 +119,8 @@ class NativeForward:
                 stack.enter_context(self.model.hooks(fwd_hooks=[(name, partial(hooked, step=step.index))]))
             yield
 
-    def kept(self, tokens: Tensor) -> Captured:
-        with capture(self.model, ["resid"]) as captured:
+    def kept(self, tokens: Tensor, advance: Callable[[], None]) -> Captured:
+        with capture(self.model, ["resid"]) as captured, self.watched(advance):
             self.model(tokens[:1], return_type="none")  # all contexts are one prompt
         return captured
 
@@ -173,7 +173,7 @@ class AdaptedForward:
 
     def through(self, tokens: Tensor, state: Tensor, start: int) -> Reader:
         if self._read is None or not torch.equal(self._read[0], tokens):
-            self._read = tokens, self.kept(tokens)
+            self._read = tokens, self.kept(tokens, lambda: None)
 
         def put(*_: Any) -> Tensor:
             return state.unsqueeze(0)
@@ -191,9 +191,9 @@ class AdaptedForward:
         with self.model.changing([("PV", step) for step in steps], changed):
             yield
 
-    def kept(self, tokens: Tensor) -> Replay:
-        replay = Replay(self.model)
-        with replay.going_on(keep=len(self.model.plan)):
+    def kept(self, tokens: Tensor, advance: Callable[[], None]) -> Replay:
+        replay = replay_of(self.model)  # not watched: what stops a run is no error of the model
+        with self.watched(advance), replay.going_on(keep=len(self.model.plan)):
             self.model(tokens, return_type="none")
         return replay
 

@@ -16,6 +16,19 @@
   // This tab's name, also after it was loaded anew: what it started it may end.
   const named = () => [...window.crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
   try { vl.tab = window.sessionStorage.getItem("visitlens:tab") || named(); window.sessionStorage.setItem("visitlens:tab", vl.tab); } catch { vl.tab = named(); }
+  // A duplicated tab comes with the name of the other, which says so: it takes one of its own.
+  let others = null;
+  try { others = new BroadcastChannel("visitlens:tab"); } catch { /* sandboxed */ }
+  if (others) {
+    others.onmessage = ({ data }) => {
+      if (data.name !== vl.tab) return;
+      if (!data.taken) { others.postMessage({ name: vl.tab, taken: true }); return; }
+      vl.tab = named();
+      try { window.sessionStorage.setItem("visitlens:tab", vl.tab); } catch { /* private window */ }
+      if (asked) vl.moved();
+    };
+    others.postMessage({ name: vl.tab });
+  }
 
   vl.go = function (href) {
     const url = new URL(href, window.location.href);

@@ -2,16 +2,19 @@
 forward over the same tokens, without computing.
 
 Whatever lies between the steps (re-entries, norms, masks, the head) is the model's own code and runs again on the same values, so a
-replay is bit for bit the whole forward, in every family.
+replay is bit for bit the whole forward, unless a layer tells another something past what it returns (keys kept on a module, a
+change of its input in place): `replay_of` tries that out, and such a model runs whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,6 +26,42 @@ if TYPE_CHECKING:
 
 LIMIT = 2**30
 """Bytes that a replay keeps, with its forks; steps that find no room are computed again."""
+_exact: WeakKeyDictionary[AdaptedModel, bool] = WeakKeyDictionary()
+
+
+def replay_of(model: AdaptedModel) -> Replay:
+    """A replay that keeps nothing where the model can't be replayed exactly; tried out once a model, on a few tokens."""
+    if model not in _exact:
+        _exact[model] = _replays_exactly(model)
+    return Replay(model, None if _exact[model] else 0)
+
+
+def _replays_exactly(model: AdaptedModel) -> bool:
+    """Whether steps give what they gave where others are left out, after a forward over other tokens. For each bit of their numbers
+    those that have it are left out, then those that haven't: of any two, each runs once without the other."""
+    steps, device = range(len(model.plan)), next(model.parameters()).device
+    shape = 2, 1, min(8, model.config.context_length)
+    texts = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def run(text: Tensor, before: Replay | None = None, given: Collection[int] = ()) -> Replay:
+        replay = Replay(model, 2**62)
+        replay._kept = {} if before is None else {at: x for at, x in before._kept.items() if at[1] in given}
+        with replay.giving(given, [step for step in steps if step not in given]):
+            replay._keep(0, len(steps), model(text))
+        return replay
+
+    try:
+        with torch.no_grad():
+            whole = [run(text) for text in texts]
+            for bit in range((len(steps) - 1).bit_length()):
+                for which in (0, 1):  # what is left out ran over the other text before
+                    given = [step for step in steps if step >> bit & 1 == which]
+                    if not _equal(run(texts[which], whole[which], given)._kept, whole[which]._kept):
+                        return False
+                model(texts[1])
+    except Exception:  # of the model's own code, as where what a step left out should have said is missing
+        return False
+    return True
 
 
 class Replay:
@@ -31,13 +70,17 @@ class Replay:
     def __init__(self, model: AdaptedModel, limit: int | None = None) -> None:
         self.model, self.left = model, LIMIT if limit is None else limit
         self.complete = True
-        """Whether all that was to be kept found room."""
+        """Whether all that was to be kept is."""
         self._kept: dict[tuple[int, int], Any] = {}  # (part of the forward, step) -> output
 
-    @contextmanager
-    def going_on(self, start: int = 0, keep: int = 0) -> Iterator[None]:
+    def going_on(self, start: int = 0, keep: int = 0) -> AbstractContextManager[None]:
         """Inside, a forward's steps before `start` give what is kept of them; what those from there to before `keep` give is
         kept."""
+        return self.giving(range(start), range(start, keep))
+
+    @contextmanager
+    def giving(self, given: Collection[int], keep: Collection[int] = ()) -> Iterator[None]:
+        """Inside, these steps of a forward give what is kept of them; what those of `keep` give is kept."""
         model, part = self.model, -1
         number = {module: layer for layer, module in layer_modules(model)}
         clock = VisitClock(model.plan, model.anatomy.ragged)
@@ -49,10 +92,10 @@ class Replay:
 
         def instead(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             step = clock.enter(number[module]).index
-            if step < start and (part, step) in self._kept:
+            if step in given and (part, step) in self._kept:
                 return _copy(self._kept[part, step])
             output = forward(*args, **kwargs)
-            if start <= step < keep:
+            if step in keep:
                 self._keep(part, step, output)
             return output
 
@@ -82,7 +125,7 @@ class Replay:
 
     def _keep(self, part: int, step: int, output: Any) -> None:
         self.left += _bytes(self._kept.pop((part, step), ()))  # of the forward before, or in the way of an error
-        if (size := _bytes(output)) > self.left:
+        if not 0 < (size := _bytes(output)) <= self.left:  # 0: its tensors, if any, lie where they aren't found
             self.complete = False
             return
         self._kept[part, step] = _copy(output)
@@ -121,9 +164,15 @@ def layer_modules(model: AdaptedModel) -> list[tuple[int, nn.Module]]:
     return [(number, module) for module, number in found.items()]
 
 
+def _equal(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    pairs = zip(*(tree_leaves([kept[at] for at in sorted(kept)]) for kept in (one, other)), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+
+
 def _copy(output: Any) -> Any:
     return tree_map_only(Tensor, Tensor.clone, output)  # models change tensors in place
 
 
 def _bytes(output: Any) -> int:
-    return sum(x.nbytes for x in tree_leaves(output) if isinstance(x, Tensor))
+    tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)  # `nbytes` fails in a compiled layer

@@ -139,6 +139,13 @@ def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
         shown.stop()
     with pytest.raises(InputError, match="can't be used"), socket.create_server(("127.0.0.1", 0)) as other:
         vl.dashboard(looped_recording.recording.path, port=other.getsockname()[1])
+    with pytest.raises(InputError, match="port 99999 of 127"):
+        vl.dashboard(looped_recording.recording.path, port=99999)
+    port = int(shown.url.rsplit(":")[-1].strip("/"))
+    with pytest.raises(InputError, match="expected a proxy path") as kept:
+        vl.dashboard(looped_recording.recording.path, port=port, proxy="/proxy/{prot}/")
+    with socket.create_server(("127.0.0.1", port)):
+        assert kept.traceback, "who keeps the error doesn't keep the port"
     behind = vl.dashboard(looped_recording.recording.path, proxy="/user/me/proxy/{port}/")
     found = re.fullmatch(r"/user/me/proxy/(\d+)/", behind.url)
     assert found

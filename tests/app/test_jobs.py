@@ -166,6 +166,18 @@ def test_submitting_and_cancelling_from_many_threads(make_queue: Callable[..., J
     assert set(states) <= {"done", "cancelled"} and states.count("done") >= 80
 
 
+def test_freed_memory_is_given_back_once_nothing_waits(
+    make_queue: Callable[..., JobQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, gate, given = make_queue(), Gate(), threading.Semaphore(0)
+    monkeypatch.setattr("visitlens.app.jobs.give_back_freed_memory", given.release)
+    queue.submit("a", gate)
+    last = queue.submit("b", returning(1))
+    gate.open.set()
+    assert given.acquire(timeout=WAIT) and queue.state(last).over
+    assert not given.acquire(blocking=False), "not between the two"
+
+
 def test_the_queue_is_bounded_for_all_and_for_each_tab(make_queue: Callable[..., JobQueue]) -> None:
     queue, gate = make_queue(waiting=2, per_owner=2), Gate()
     queue.submit("a", gate)

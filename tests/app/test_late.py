@@ -55,6 +55,27 @@ def test_a_page_left_before_it_is_seen_takes_no_focus_and_says_nothing(visit) ->
     assert visit.page.evaluate("document.activeElement.id") == "main"
 
 
+def test_a_duplicated_tab_takes_a_name_of_its_own(visit, site) -> None:
+    """By which it would end what the other one runs."""
+    visit.open("?run=looped")
+    mine = visit.page.evaluate("visitlens.tab")
+    copy = visit.page.context.new_page()
+    try:
+        copy.add_init_script(
+            f"sessionStorage.getItem('visitlens:tab') || sessionStorage.setItem('visitlens:tab', '{mine}')"
+        )
+        copy.goto(f"{site.url}?run=looped")
+        copy.wait_for_function("(mine) => visitlens.tab !== mine", arg=mine)
+        theirs = copy.evaluate("visitlens.tab")
+        copy.reload()
+        assert copy.evaluate("visitlens.tab") == theirs == copy.evaluate("sessionStorage.getItem('visitlens:tab')")
+    finally:
+        copy.close()
+    visit.open("?run=looped", load=True)
+    assert visit.page.evaluate("visitlens.tab") == mine
+    assert not visit.errors
+
+
 def test_a_panel_is_pinned_and_a_table_saved_before_their_scripts_are_there(meet, site, tmp_path) -> None:
     person, kept = meet(site), []
     person.open("?run=looped")

@@ -283,12 +283,12 @@ def folder(tmp_path: Path, save_tokenizer: Callable[[Path], None]) -> Callable[[
 def check_replays() -> Callable[..., None]:
     """Asserts that what goes on from a step, at each layer with heads and each choice of its visits, is bit for bit the whole
     forward; and that the heads matter."""
-    from visitlens.hooks.adapters.replay import Replay
+    from visitlens.hooks.adapters.replay import replay_of
     from visitlens.hooks.intervene import intervene, replace
 
     @torch.no_grad()
     def check(model: Any, tokens: torch.Tensor, segments: torch.Tensor) -> None:
-        real, replay = segments >= 0, Replay(model)
+        real, replay = segments >= 0, replay_of(model)
         with replay.going_on(keep=len(model.plan)):
             plain = model(tokens, segments)[real]
         assert torch.equal(plain, model(tokens, segments)[real])

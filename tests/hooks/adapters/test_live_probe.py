@@ -19,6 +19,7 @@ from visitlens.app.live_panels import lens_panel, maps_panel, norms_panel, scan_
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.registry import Registry
+from visitlens.hooks.adapters import replay
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
 from visitlens.hooks.intervene import intervene, replace
@@ -107,6 +108,19 @@ def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], LiveModel])
     for place, (layer, visits) in enumerate(scan.places):
         alone = live.ablate(run, layer, 2, visits)
         assert scan.change[place, 2] == pytest.approx(alone.log_prob_change(), abs=1e-5)
+
+
+def test_a_scan_that_is_stopped_says_nothing_about_the_model(make_live: Callable[[str], LiveModel]) -> None:
+    live = make_live("dory")
+    run = live.run(PROMPT, coda_lens=False)
+    replay._exact.clear()  # as before its first run
+
+    def stop(done: int, total: int) -> None:
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        live.scan(run, on_progress=stop)
+    assert replay._exact[live.model]  # type: ignore[index]  # an adapted one
 
 
 @pytest.mark.parametrize(
