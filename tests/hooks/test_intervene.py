@@ -120,8 +120,7 @@ def test_another_loop_count_has_its_plan_its_scale_and_the_same_parameters(loope
     for visits in (1, 3, 8):
         more = with_loop_count(looped, visits)
         assert len(more.plan) == 2 + 2 * visits and more.blocks[1].scale == 1 / visits and more.blocks[0].scale == 1
-        assert all(a is b for a, b in zip(more.parameters(), looped.parameters(), strict=True))
-        assert not any(parameter.requires_grad for parameter in looped.parameters())  # as before
+        assert all(a is b and not b.requires_grad for a, b in zip(more.parameters(), looped.parameters(), strict=True))
         assert with_loop_count(looped, visits, "kept").blocks[2].scale == 0.5
         assert bool(more(*text).isfinite().all()) and not more.training
     four = with_loop_count(looped, 4, "kept")
