@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,6 +17,8 @@ from visitlens.app.server import Access, behind_prefix, build
 from visitlens.kernels.errors import InputError
 from visitlens.probe.opened import RecordedRun
 
+_PATIENCE = 60  # seconds, for answers
+
 
 @dataclass(frozen=True)
 class Embedded:
@@ -24,17 +27,17 @@ class Embedded:
     url: str
     height: int
     _server: Any
-
-    def start(self) -> Embedded:
-        Thread(target=self._run, daemon=True).start()
-        return self
+    _thread: Thread
 
     def stop(self) -> None:
-        self._server.close()
+        """Ends it once the answers under way are given; its port is free then."""
+        from waitress.wasyncore import close_all
 
-    def _run(self) -> None:
-        with suppress(OSError):  # its socket is closed by `stop`
-            self._server.run()
+        if self._thread.is_alive():
+            self._server.task_dispatcher.shutdown(timeout=_PATIENCE)
+            # By the thread that waits at these sockets: closed by another one, they stay open while it waits.
+            self._server.trigger.pull_trigger(partial(close_all, self._server._map, ignore_all=True))
+            self._thread.join()
 
     def _repr_html_(self) -> str:
         style = "width: 100%; border: 1px solid #b9c1c9; border-radius: 6px"
@@ -85,7 +88,9 @@ def dashboard(
         application = behind_prefix(build(context, Access(framed=True)).server, prefix)
         server: Any = create_server(application, sockets=[listening], threads=4, clear_untrusted_proxy_headers=True)
         undo.pop_all()
-    return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server).start()
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    return Embedded(prefix if proxy else f"http://127.0.0.1:{port}/", height, server, thread)
 
 
 def _behind(proxy: str, port: int) -> str:
