@@ -244,7 +244,7 @@ def test_folders_keep_their_code_to_themselves(folder: Callable[..., Path]) -> N
     late = "        import late\n        from package import ONE\n\n        return late.GAIN * ONE * self.head"
     (documented / "model.py").write_text(code.replace("        return self.head", late))
     first, second = (vl.load_model(each, trust_remote_code=True) for each in (documented, moeut))
-    assert type(first.model).__name__ == "LoopedMoE" and type(second.model).__name__ == "TinyMoEUT"  # type: ignore[union-attr]
+    assert [type(own.model).__name__ for own in (first, second)] == ["LoopedMoE", "TinyMoEUT"]  # type: ignore[union-attr]  # adapted
     logits: Any = first(TOKENS)
     (documented / "model.py").write_text(code)
     again: Any = vl.load_model(documented, trust_remote_code=True)(TOKENS)

@@ -72,8 +72,8 @@ def test_an_output_whose_tensors_are_not_found_is_not_kept() -> None:
 
     hf = tiny_llama(3)
     first, second = hf.model.layers[0].forward, hf.model.layers[1].forward
-    hf.model.layers[0].forward = lambda x, **options: Opaque(first(x, **options))  # type: ignore[method-assign]
-    hf.model.layers[1].forward = lambda state, **options: second(state.x, **options)  # type: ignore[method-assign]
+    hf.model.layers[0].forward = lambda x, **options: Opaque(first(x, **options))  # type: ignore[method-assign]  # of one layer
+    hf.model.layers[1].forward = lambda state, **options: second(state.x, **options)  # type: ignore[method-assign]  # of one layer
     model = vl.adapt(hf)
     replay = Replay(model)
     with replay.going_on(keep=3):
