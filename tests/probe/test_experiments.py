@@ -233,7 +233,9 @@ def test_the_lenses_end_where_the_model_does(looped, sample, packed, text) -> No
     assert float(loss.sel(lens="logit lens").values[0]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_steps_visits_and_what_is_left_to_go(looped, sample, text) -> None:
+def test_steps_visits_and_what_is_left_to_go(make_model, sample, text) -> None:
+    """In float64: the experiment's batches have other shapes than `text`, and another shape rounds otherwise."""
+    looped = make_model(2, dtype=torch.float64)
     results = experiment("convergence", looped, sample)
     with capture(looped, ["resid"]) as captured:
         looped(*text)
