@@ -17,7 +17,7 @@ import typer
 from visitlens import __version__
 from visitlens.app import commands
 from visitlens.app.console import console, log_shown, plain
-from visitlens.kernels.errors import TRACEBACK, VisitlensError
+from visitlens.errors import TRACEBACK, VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 console = Console(stderr=True, highlight=False)
 

@@ -14,7 +14,7 @@ from typing import Any
 from visitlens.app.context import Context, checkpoint_folder
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.opened import RecordedRun
 
 _PATIENCE = 60  # seconds, for answers

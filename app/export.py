@@ -21,7 +21,7 @@ from visitlens.app import layout
 from visitlens.app.context import Context, View, view_of
 from visitlens.app.pages import find_page
 from visitlens.app.panels import Panel
-from visitlens.kernels.errors import UnavailableError, VisitlensError
+from visitlens.errors import UnavailableError, VisitlensError
 from visitlens.probe.figures import page as html_page
 from visitlens.probe.figures.drawing import HEAD_MARGIN, short, title_block
 from visitlens.probe.figures.export import json_text

@@ -7,7 +7,7 @@ from typing import Any
 from visitlens.app.components import state
 from visitlens.app.context import View, said
 from visitlens.app.panels import Panel, figure_panel
-from visitlens.kernels.errors import VisitlensError
+from visitlens.errors import VisitlensError
 from visitlens.probe.figures.base import Figure, registered
 from visitlens.probe.figures.export import Drawing
 from visitlens.probe.figures.pair import Pair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from visitlens.kernels.errors import VisitlensError
+from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.measure import StatArray
 from visitlens.probe.opened import RecordedRun

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.errors import InputError, VisitlensError
 from visitlens.kernels.memory import give_back_freed_memory
 
 Status = Literal["waiting", "running", "done", "failed", "cancelled", "gone"]

@@ -16,7 +16,7 @@ from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
 from visitlens.app.state import Selection, abbreviated, named
-from visitlens.kernels.errors import StorageError, VisitlensError
+from visitlens.errors import StorageError, VisitlensError
 from visitlens.probe.cross_visit import largest_change
 
 WATCH_MS = 4000

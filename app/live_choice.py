@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from visitlens.app.context import View
+from visitlens.errors import InputError
 from visitlens.hooks.loop_plan import visit_choices
-from visitlens.kernels.errors import InputError
 from visitlens.probe.live_ablation import KINDS
 from visitlens.probe.live_run import LiveRun
 

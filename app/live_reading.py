@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from visitlens.app.registry import Entry, without_folder
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.reading import as_recorded
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.app.jobs import JobQueue, OnProgress
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.live_ablation import HeadScan, SilencedHead
 from visitlens.probe.live_prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
 from visitlens.probe.live_run import LiveRun

@@ -19,7 +19,7 @@ from visitlens import __version__
 from visitlens.app import export, layout
 from visitlens.app.context import Context, view_of
 from visitlens.app.pages import pages
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.kernels.memory import share_arenas
 
 _LOCAL = ("127.0.0.1", "localhost")

@@ -8,8 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visitlens.errors import CheckpointError
 from visitlens.hooks.checkpoint_files import weights_sha256
-from visitlens.kernels.errors import CheckpointError
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.opened import RecordedRun
 

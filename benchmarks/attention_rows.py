@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from visitlens.errors import VisitlensError
 from visitlens.kernels.attention_rows import visit_overlaps
 from visitlens.kernels.dispatch import ATTENTION_ROWS, choose_attention_rows
-from visitlens.kernels.errors import VisitlensError
 from visitlens.kernels.segments import Segments
 
 Visits = list[tuple[Tensor, Tensor]]

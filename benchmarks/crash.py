@@ -26,12 +26,12 @@ import numpy as np
 import torch
 import typer
 
+from visitlens.errors import RecordingError
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import RecordingError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.ladder.documents import PackedTokens, pack
 from visitlens.probe.statistics.base import Geometry

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.kernels.grouped_experts import IMPLEMENTATIONS, grouped_experts
 
 SHAPES = ((64, 64, 8), (64, 64, 96), (64, 64, 504), (256, 256, 96))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
 from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.loop_plan import ExecutionPlan
@@ -23,7 +24,6 @@ from visitlens.kernels.attention_rows import (
     row_statistics,
     visit_overlaps,
 )
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.memory import keep_freed_memory
 from visitlens.kernels.segments import Segments
 from visitlens.kernels.vector_geometry import norms, pairwise_products

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from visitlens.kernels.errors import CheckpointError
+from visitlens.errors import CheckpointError
 
 LOADER = "visitlens_loader.py"
 """A folder with this file loads its model by it (`own_loader`). Named otherwise than the package, which it would hide from a Python

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 
 SHUFFLE, FLETCHER32, DEFLATE = h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_DEFLATE
 _BLOCK = 65_536  # words: the products below stay far from 2**63

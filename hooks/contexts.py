@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 def document_hashes(documents: Sequence[np.ndarray]) -> np.ndarray:

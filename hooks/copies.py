@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import equal, nn
 
+from visitlens.errors import InputError
 from visitlens.hooks.discovery import layer_candidates
-from visitlens.kernels.errors import InputError
 
 
 def copied_layers(model: nn.Module) -> list[list[str]]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import physical_layers
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.kernels.errors import InputError
 
 Run = Callable[[Tensor], Any]
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 Hook = Callable[..., Any]
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from visitlens.errors import InputError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.shards import storage_error
-from visitlens.kernels.errors import InputError, StorageError
 
 ADDRESS = "address"
 _TRIES = 100

@@ -25,6 +25,7 @@ import numpy as np
 from h5py import h5a, h5d, h5f, h5l, h5o, h5pl, h5s, h5t  # pyright: ignore (its stubs leave most of them out)
 from h5py._objects import phil
 
+from visitlens.errors import RecordingError
 from visitlens.hooks.chunks import (
     DEFLATE,
     FLETCHER32,
@@ -36,7 +37,6 @@ from visitlens.hooks.chunks import (
     read_exactly,
 )
 from visitlens.hooks.untrusted import held
-from visitlens.kernels.errors import RecordingError
 
 MAX_DEPTH, MAX_OBJECTS, MAX_ATTRIBUTES = 4, 4096, 32
 MAX_ATTRIBUTE_BYTES = 2**20

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.intervene import intervene
 from visitlens.hooks.interventions.forward import At
 from visitlens.hooks.interventions.intervention import Intervention, Place
 from visitlens.hooks.sites import check_sites
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.instrumented import InstrumentedModel

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from visitlens.errors import InputError
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES, check_sites
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     import torch

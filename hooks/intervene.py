@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues, tokens_at
@@ -48,7 +49,6 @@ from visitlens.hooks.interventions.operations import (
 )
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.contexts import PackedTokens

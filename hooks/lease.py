@@ -19,9 +19,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from visitlens.errors import StorageError
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.shards import wait_for_workers
-from visitlens.kernels.errors import StorageError
 
 LEASE = "writer.lease"
 _log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from visitlens.errors import RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.gate import passed
@@ -22,7 +23,6 @@ from visitlens.hooks.recording import committed_shards, first_overlap, read_mani
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import commit_json, committing
 from visitlens.hooks.untrusted import held
-from visitlens.kernels.errors import RecordingError
 
 
 @dataclass(frozen=True)

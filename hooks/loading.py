@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from visitlens.errors import CheckpointError, InputError, UnavailableError
 from visitlens.hooks import checkpoint_files
 from visitlens.hooks.checkpoint_files import LOADER, OTHER_WEIGHTS, brings_loader
 from visitlens.hooks.models import checkpoint
 from visitlens.hooks.models.checkpoint import DTYPES
-from visitlens.kernels.errors import CheckpointError, InputError, UnavailableError
 
 if TYPE_CHECKING:
     import torch

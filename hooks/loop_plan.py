@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 @dataclass(frozen=True, order=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
 from visitlens.hooks.ledger import all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, committing, sole_writer
-from visitlens.kernels.errors import InputError, RecordingError
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np

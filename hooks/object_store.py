@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from visitlens.kernels.errors import InputError, StorageError, UnavailableError
+from visitlens.errors import InputError, StorageError, UnavailableError
 
 PULL_FIRST = "expected a folder, got an address in an object store; `visitlens pull` it first"
 _FINAL = {errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC}

@@ -8,7 +8,7 @@ from traceback import walk_tb
 
 import torch
 
-from visitlens.kernels.errors import TRACEBACK, CheckpointError, VisitlensError
+from visitlens.errors import TRACEBACK, CheckpointError, VisitlensError
 
 PACKAGE = "visitlens_folder_"
 """How the names of such code's modules begin (`own_loader`)."""

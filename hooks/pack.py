@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.hooks import schema
 from visitlens.hooks.ledger import check_hashes
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
 from visitlens.hooks.untrusted import held
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(

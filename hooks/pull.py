@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from visitlens.errors import InputError, RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.fetched import download, download_head
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording, read_manifest
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
-from visitlens.kernels.errors import InputError, RecordingError, StorageError
 
 
 def pull(url: str, out: Path) -> Path:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues
 from visitlens.hooks.contexts import PackedTokens
@@ -32,7 +33,6 @@ from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.shards import check_room, sole_writer, wait_for_workers
 from visitlens.hooks.sites import ACTIVATION_SITES, check_sites, token_shape
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE, Lease
@@ -22,7 +23,6 @@ from visitlens.hooks.ledger import Ledger, Shard, in_groups_of, read_shard
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import SHARD_NAME, read_manifest
 from visitlens.hooks.untrusted import MAX_JSON_BYTES
-from visitlens.kernels.errors import RecordingError, StorageError
 
 
 def put_shard(store: ObjectStore, file: Path, shard: Shard) -> Shard:

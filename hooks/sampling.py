@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 @dataclass(frozen=True)

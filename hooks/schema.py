@@ -21,8 +21,8 @@ os.environ.setdefault("HDF5_PLUGIN_PRELOAD", "::")  # no filter plugin is ever l
 import h5py
 import numpy as np
 
+from visitlens.errors import RecordingError
 from visitlens.hooks.untrusted import parse_json
-from visitlens.kernels.errors import RecordingError
 
 if TYPE_CHECKING:
     from visitlens.hooks.chunks import StoredArray

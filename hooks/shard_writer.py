@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
@@ -22,7 +23,6 @@ from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import committing
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

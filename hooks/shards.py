@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from visitlens.kernels.errors import StorageError
+from visitlens.errors import StorageError
 
 _SPARE_BYTES = 16 * 2**20  # room left for the manifest and the file system's own needs
 

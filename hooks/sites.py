@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 
 MAX_JSON_BYTES = 16 * 2**20
 MAX_JSON_NODES = 1_000_000  # a byte of JSON can become 30 of Python objects

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.fetched import download_head
 from visitlens.hooks.gate import passed
@@ -21,7 +22,6 @@ from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_ur
 from visitlens.hooks.recording import SHARD_NAME, Recording, committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, sole_writer, sync_folder, wait_for_workers
-from visitlens.kernels.errors import InputError, RecordingError
 
 PROVENANCE = ("weights_sha256", "command", "created", "versions")
 

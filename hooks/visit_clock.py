@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from visitlens.errors import PlanError
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.kernels.errors import PlanError
 
 
 class VisitClock:

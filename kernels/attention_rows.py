@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.kernels.attention_rule import AttentionRule, check_rule, check_token_sets
 from visitlens.kernels.dispatch import choose_attention_rows
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
 TOP = 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.kernels.segments import Segments
 
 

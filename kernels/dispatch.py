@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from visitlens.kernels.errors import InputError, UnavailableError
+from visitlens.errors import InputError, UnavailableError
 
 ATTENTION_ROWS = ("torch", "numba", "triton")
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

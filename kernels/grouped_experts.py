@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 IMPLEMENTATIONS = ("grouped", "loop", "dense")
 _MatrixProduct = Callable[[Tensor, Tensor, Tensor], Tensor]

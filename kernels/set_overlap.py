@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 def shared_count(first: Tensor, second: Tensor, n: int) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 _BUFFER = 2**20  # numbers
 _MOST_TOKENS = 1024

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture import capture
@@ -27,7 +28,6 @@ from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.intervene import replace as put_in
 from visitlens.hooks.loop_plan import ExecutionPlan, visit_choices
-from visitlens.kernels.errors import InputError
 from visitlens.probe.scores import check_predicts, device_of
 
 if TYPE_CHECKING:

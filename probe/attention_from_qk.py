@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 from visitlens.probe.opened import RecordedRun
 
 MOST_TOKENS = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import visitlens
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 ASSETS = Path(visitlens.__file__).resolve().parent / "assets"
 SAMPLE = ASSETS / "sample" / "heldout.jsonl.xz"

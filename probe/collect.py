@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.schema import GroupTotals
-from visitlens.kernels.errors import InputError
 from visitlens.probe import statistics as _folder
 from visitlens.probe.measure import Measure
 from visitlens.probe.phases import DECODE

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.loop_plan import Step
-from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.figures import page
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
 from visitlens.probe.figures.export import write_file, write_plotly_js

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.errors import InputError, RecordingError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 

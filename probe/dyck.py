@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}
 SHOTS = (0, 1, 2, 4, 8)

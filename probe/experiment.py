@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe import experiments as _folder
 from visitlens.probe.measure import StatArray
 from visitlens.probe.tables import sizes

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.errors import InputError, RecordingError
 from visitlens.probe.figures.dyck_map import dyck_study
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.contexts import PackedTokens, document_hashes
 from visitlens.hooks.generation import check_generation, generate
 from visitlens.hooks.sampling import GREEDY, Sampling
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.hooks.instrumented import InstrumentedModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 FORMAT = "visitlens-grid"
 SIDES = ("looped", "baseline")

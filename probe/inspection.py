@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.checkpoint_files import LOADER
@@ -19,7 +20,6 @@ from visitlens.hooks.loading import dtype_named, load_model, load_transformers, 
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.own_loader import load_own
 from visitlens.hooks.tie_audit import audit_ties
-from visitlens.kernels.errors import InputError, VisitlensError
 
 
 def inspect_model(

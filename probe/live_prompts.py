@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.dyck import SHOTS, dyck_case
 
 TOKEN_LIMIT = 512

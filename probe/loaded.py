@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visitlens.kernels.errors import CheckpointError, InputError
+from visitlens.errors import CheckpointError, InputError
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.documents import read_documents
 

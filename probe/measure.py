@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError, UnavailableError
+from visitlens.errors import InputError, UnavailableError
 
 if TYPE_CHECKING:
     import pandas as pd

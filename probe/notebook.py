@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
 from visitlens.hooks.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import InputError
 from visitlens.probe.bundled import SAMPLE
 from visitlens.probe.experiment import Results
 from visitlens.probe.experiment import experiment as run_experiment

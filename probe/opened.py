@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.schema import GroupTotals
-from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray

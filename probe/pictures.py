@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.kernels.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.probe.opened import RecordedRun

@@ -15,10 +15,10 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.loading import model_type, resolve
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.expert_parallel import PeerError, follow
-from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe.run import RunRequest
 
 _PATIENCE = timedelta(hours=6)  # the other ranks wait while rank 0 packs text, computes statistics and writes

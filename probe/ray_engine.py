@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from visitlens.errors import RecordingError, UnavailableError, VisitlensError
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.recorder import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.schema import SHARDS
 from visitlens.hooks.shard_writer import ShardWriter
-from visitlens.kernels.errors import RecordingError, UnavailableError, VisitlensError
 
 if TYPE_CHECKING:
     from visitlens.probe.run import PreparedRun, RunRequest

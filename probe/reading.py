@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from visitlens.errors import InputError
 from visitlens.hooks import schema
-from visitlens.kernels.errors import InputError
 from visitlens.probe.opened import RecordedRun
 
 

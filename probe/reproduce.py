@@ -21,9 +21,9 @@ from queue import Empty, Queue
 from typing import Any
 
 import visitlens
+from visitlens.errors import InputError, RecordingError, VisitlensError
 from visitlens.hooks.checkpoint_files import weight_files
 from visitlens.hooks.recording import Recording
-from visitlens.kernels.errors import InputError, RecordingError, VisitlensError
 from visitlens.probe.figures.export import json_text, write_file
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks import recorder
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.checkpoint_files import sha256_of
@@ -33,7 +34,6 @@ from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.shard_writer import ShardWriter
 from visitlens.hooks.shards import readable_bytes
-from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts
 from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents

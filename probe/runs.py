@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.kernels.errors import InputError
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.kernels.errors import InputError
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.dyck import PAIRS, SHOTS, DyckPrompt, dyck_prompt
 from visitlens.probe.ladder.documents import Document, encode, pack, read_documents

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.kernels.errors import InputError
 from visitlens.probe.samples import Progress, Sample, silent
 
 if TYPE_CHECKING:

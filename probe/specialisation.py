@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.loop_plan import Step, VisitPair
-from visitlens.kernels.errors import InputError
 from visitlens.probe.opened import RecordedRun
 
 MOST_TOKENS = 600

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import StatArray
 
 

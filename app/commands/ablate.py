@@ -11,7 +11,7 @@ import typer
 
 from visitlens.app.console import comma_separated, loading, progress_shown
 from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 class Metric(StrEnum):

@@ -9,7 +9,7 @@ import typer
 
 from visitlens.app.console import console, plain
 from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
-from visitlens.kernels.errors import InputError, UnavailableError
+from visitlens.errors import InputError, UnavailableError
 
 
 def app(

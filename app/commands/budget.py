@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 class GridName(StrEnum):

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.console import Theme, comma_separated, progress_shown, warnings_once
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 def figures(

@@ -13,7 +13,7 @@ import typer
 from rich.progress import TaskID
 
 from visitlens.app.console import comma_separated, console, loading, plain, progress_bar
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 if TYPE_CHECKING:
     from visitlens.probe.ladder.corpus import Corpus

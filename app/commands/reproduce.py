@@ -9,7 +9,7 @@ import typer
 
 from visitlens.app.console import Theme, comma_separated, console, plain, progress_shown, warnings_once
 from visitlens.app.model_options import TrustRemoteCode
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 def reproduce(

@@ -15,7 +15,7 @@ from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
 from visitlens.app.plots import Line, Plot, visit_maps
 from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.figures.theme import Theme, token_text
 

@@ -13,7 +13,7 @@ from visitlens.app.context import View
 from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
-from visitlens.kernels.errors import VisitlensError
+from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun

@@ -11,7 +11,7 @@ from visitlens.app.context import View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
-from visitlens.kernels.errors import VisitlensError
+from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
 from visitlens.probe.measure import StatArray
 

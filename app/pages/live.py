@@ -23,7 +23,7 @@ from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms
 from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
-from visitlens.kernels.errors import InputError, VisitlensError
+from visitlens.errors import InputError, VisitlensError
 from visitlens.probe.live_ablation import HeadScan, SilencedHead
 from visitlens.probe.live_run import LiveRun
 

@@ -8,7 +8,7 @@ from visitlens.app.context import View
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
-from visitlens.kernels.errors import VisitlensError
+from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.measure import StatArray
 from visitlens.probe.statistics.names import COMPONENTS

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from visitlens.errors import InputError
 from visitlens.hooks import adapters as _folder
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.family import Family
-from visitlens.kernels.errors import InputError
 
 
 @cache

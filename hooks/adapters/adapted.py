@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.attention_calls import Watcher, watch_registry, watch_sdpa, watch_torch
 from visitlens.hooks.adapters.cache import Cache, cache_of, takes_cache
 from visitlens.hooks.adapters.editor import StepEditor
@@ -20,7 +21,6 @@ from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.instrumented import check_unbroken
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.own_code import forward_told
-from visitlens.kernels.errors import InputError
 
 
 class AdaptedModel(FamiliarCalls, DocumentModel):

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.older_code import Mend
 from visitlens.hooks.instrumented import ModelFacts
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 
 @dataclass(frozen=True)

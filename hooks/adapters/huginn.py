@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
 from visitlens.hooks.adapters.older_code import output_cache, tied_to, token_ids
-from visitlens.kernels.errors import InputError
 
 SANDWICH = "a norm lies on the stream after each addition, so writes don't add up to the next residual"
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.deepseek import SIGMOID
 from visitlens.hooks.adapters.family import Anatomy, Family, Layer, Read
-from visitlens.kernels.errors import InputError
 
 _PARTIAL = (
     "the layer's input is the partial sum of a block that starts afresh at each block boundary, no residual stream"

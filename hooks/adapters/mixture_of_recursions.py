@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import (
     NO_ROUTER,
     Anatomy,
@@ -21,7 +22,6 @@ from visitlens.hooks.adapters.family import (
     physical_layers,
     pre_norm_reads,
 )
-from visitlens.kernels.errors import InputError
 
 
 class MixtureOfRecursions(Family):

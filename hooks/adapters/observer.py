@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read, Visited, bank_inputs
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import VISITED, Captured
 from visitlens.hooks.sites import SITES, token_shape
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.errors import InputError, PlanError
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel

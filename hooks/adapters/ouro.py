@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
 from visitlens.hooks.adapters.older_code import cache_sizes, default_rope, mask_arguments, tied_to, token_ids
-from visitlens.kernels.errors import InputError
 
 
 class Ouro(Family):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice, numbers, tokens_at
 from visitlens.hooks.interventions.intervention import Choice, Intervention, Place, per_token
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 SiteMeans = Mapping[tuple[str, int], Tensor]
 """(site, step) -> mean over the tokens of a sample, shaped as one token's value; at `expert_out` [expert, hidden], over

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.checkpoint_files import LOADER, brings_loader
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.loop_plan import LoopSpec
-from visitlens.kernels.errors import CheckpointError, InputError
 
 ARCHITECTURE = "LoopedMoE"
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, distributed
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 from visitlens.kernels.grouped_experts import expert_rows
 
 if TYPE_CHECKING:

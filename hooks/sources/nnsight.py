@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.capture import Captured, capture
@@ -22,7 +23,6 @@ from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.guards import difference, sample_tokens, tolerance
 from visitlens.hooks.loop_plan import Step
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, PlanError
 
 _INSIDE = (
     "nnsight's cache keeps inputs and outputs of modules, and this lies inside one; visitlens.adapt reads it locally"

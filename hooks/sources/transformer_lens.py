@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture import Captured
 from visitlens.hooks.document_model import Change, DocumentModel
 from visitlens.hooks.familiar_calls import Hook, NamesFilter, VisitPoint, cut
@@ -24,7 +25,6 @@ from visitlens.hooks.instrumented import ModelFacts
 from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.sites import SITES
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.errors import InputError, PlanError
 
 _BLOCK = re.compile(r"(?P<block>\w*blocks\.\d+)\.(?:visit\.(?P<visit>\w+|\*)\.)?(?P<point>.+)")
 _POINTS = {

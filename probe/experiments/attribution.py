@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.gradients import site_gradients
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, site_means, zero
 from visitlens.hooks.intervene import mean as mean_of
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import batches, check_predicts, device_of, score

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.intervene import with_loop_count
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, state_after

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, skip, take
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import Scores, score

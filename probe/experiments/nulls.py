@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import site_means
 from visitlens.hooks.interventions.forward import Forward
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import batches, device_of

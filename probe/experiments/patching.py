@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, replace
 from visitlens.hooks.sites import SITES, check_sites
-from visitlens.kernels.errors import InputError
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import ROLES, Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, predictions

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.errors import InputError, RecordingError
 from visitlens.probe import figures as _folder
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import Cell, PairGrid

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 from visitlens.probe.analyses import DyckStudy
 from visitlens.probe.figures.base import Figure
 from visitlens.probe.figures.drawing import diverging, frame, largest, line, sequential

@@ -17,7 +17,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
+from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.probe.figures import page
 from visitlens.probe.figures.base import Figure, find, registered
 from visitlens.probe.figures.images import IMAGE_FORMATS, render

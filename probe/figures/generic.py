@@ -8,7 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.figures.drawing import (
     HEAD_MARGIN,
     LAYER_AXIS,

@@ -11,7 +11,7 @@ from queue import Queue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from visitlens.kernels.errors import UnavailableError
+from visitlens.errors import UnavailableError
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

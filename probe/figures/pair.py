@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.errors import InputError, RecordingError
 from visitlens.probe.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.object_store import is_url
-from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid, GridCell, selected
 from visitlens.probe.opened import RecordedRun

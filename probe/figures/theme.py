@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 ORANGE = "#E69F00"
 SEQUENTIAL, DIVERGING = "Viridis", "RdBu_r"

@@ -32,7 +32,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.kernels.errors import InputError, UnavailableError
+from visitlens.errors import InputError, UnavailableError
 
 SOURCES = Path(__file__).with_name("corpus_sources.json")
 SHORTEST, LONGEST = 200, 100_000  # characters; longer files are cut at a blank line

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.ladder.documents import Document, read_documents
 
 FORMAT = "visitlens-corpus"

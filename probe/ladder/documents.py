@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.contexts import PackedTokens, document_hashes
-from visitlens.kernels.errors import InputError, UnavailableError
 
 _COMPRESSED = (".gz", ".xz", ".zst")
 

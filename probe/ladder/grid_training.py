@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.grid import SIDES, Grid, GridCell
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ladder.budget import PAPER_DOCUMENT, PAPER_TOLERANCE, Budget, Ratios
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ladder.match import Steps, match
 
 EXPERTS = {"0": 8, "85": 64, "95": 192, "97": 336}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.grid import SIDES, Grid
 from visitlens.probe.ladder.budget import Budget, Ratios, dense_control, sparsity
 from visitlens.probe.ladder.mini_grid import PLANS

@@ -17,8 +17,8 @@ from typing import Annotated
 
 import typer
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import load_tokenizer
-from visitlens.kernels.errors import InputError
 
 
 def main(

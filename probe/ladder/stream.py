@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.ladder.corpus import SpecialTokens, TokenizedDocuments
 from visitlens.probe.ladder.documents import Packer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from visitlens.errors import CheckpointError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import CheckpointError
 from visitlens.probe.ladder.budget import Budget, Ratios, dense_control, sparsity
 from visitlens.probe.ladder.match import Candidate
 from visitlens.probe.ladder.mini_grid import GridPlan

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from visitlens.errors import InputError
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.checkpoint import load_tokenizer, save_weights
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.documents import pack
 from visitlens.probe.ladder.evaluate import dyck_by_shots, loss_by_length, token_losses

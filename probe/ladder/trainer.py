@@ -20,10 +20,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.models.checkpoint import DTYPES
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
 from visitlens.probe.ladder.stream import TrainingStream
 
 DECAYED_TO = 0.02

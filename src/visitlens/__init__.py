@@ -19,7 +19,7 @@ _EXPORTS = {
     "ExecutionPlan": "visitlens.hooks.loop_plan",
     "LoopSpec": "visitlens.hooks.loop_plan",
     "StatArray": "visitlens.probe.measure",
-    "VisitlensError": "visitlens.kernels.errors",
+    "VisitlensError": "visitlens.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture",
     "dashboard": "visitlens.app.embedded",

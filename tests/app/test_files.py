@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import visitlens as vl
+from visitlens.errors import InputError
 from visitlens.hooks.fetch_cache import cache_folder
-from visitlens.kernels.errors import InputError
 
 
 @pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])

@@ -30,7 +30,7 @@ from visitlens.app.panels import Panel
 from visitlens.app.pooling import pool, pooled_difference
 from visitlens.app.registry import Registry
 from visitlens.app.state import Selection, fit, parse
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.cross_visit import largest_change, two_visits
 from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.grid import Grid, GridCell

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from visitlens.app.jobs import JobQueue, QueueFullError
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 WAIT = 60.0
 """Seconds that a busy machine may take for what is soon there."""

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>&lt;"
 

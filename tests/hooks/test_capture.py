@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
@@ -14,7 +15,6 @@ from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.kernels.attention_rows import row_statistics
-from visitlens.kernels.errors import InputError, PlanError
 
 ModelFactory = Callable[..., LoopedMoE]
 

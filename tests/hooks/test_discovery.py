@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from visitlens.errors import InputError
 from visitlens.hooks.discovery import discover
 from visitlens.hooks.tie_audit import audit_ties
-from visitlens.kernels.errors import InputError
 
 TOKENS = torch.arange(12).view(1, 12)
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from visitlens.app.registry import Registry
+from visitlens.errors import StorageError
 from visitlens.hooks import fetch_cache
 from visitlens.hooks.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import StorageError
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import visitlens
+from visitlens.errors import RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.pack import unpack
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import RecordingError
 
 GOLDEN = Path(__file__).parent / "golden"
 

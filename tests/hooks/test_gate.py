@@ -19,12 +19,12 @@ import pytest
 from tests.hooks.hostile import HOSTILE, compiled_plugin
 
 import visitlens
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.chunks import fletcher32
 from visitlens.hooks.gate import open_gated, passed
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import check_file
-from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.opened import RecordedRun
 
 MAX_SECONDS, MAX_MEGABYTES = 2, 200  # of CPU time; the slowest takes 0.2
@@ -33,7 +33,7 @@ CHILD = """
 import json, re, sys, time
 from pathlib import Path
 from visitlens.hooks.validate import check_file
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 
 def megabytes():  # at most so far; getrusage counts what the process had before exec, too
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024

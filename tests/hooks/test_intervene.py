@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import (
@@ -34,7 +35,6 @@ from visitlens.hooks.interventions.forward import Forward
 from visitlens.hooks.interventions.operations import means_by_expert
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 ModelFactory = Callable[..., LoopedMoE]
 SIX = ("Q", "K", "V", "experts", "gates", "expert_in")

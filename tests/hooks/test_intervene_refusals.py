@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import (
@@ -30,7 +31,6 @@ from visitlens.hooks.intervene import (
 )
 from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import InputError, VisitlensError
 
 
 @pytest.fixture(scope="module")

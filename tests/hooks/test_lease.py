@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
+from visitlens.errors import StorageError
 from visitlens.hooks import lease as leases
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.shards import sole_writer
-from visitlens.kernels.errors import StorageError
 
 SIGN = "import json; from visitlens.hooks.lease import _process; print(json.dumps(_process()), flush=True); input()"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from visitlens.errors import RecordingError
 from visitlens.hooks.ledger import Ledger, Shard
-from visitlens.kernels.errors import RecordingError
 
 
 def shard(ledger: Ledger, worker: int, seq: int, start: int, stop: int) -> Shard:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec, Step, visit_choices
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.errors import InputError, PlanError
 
 
 def layers_and_visits(plan: ExecutionPlan) -> list[tuple[int, int]]:

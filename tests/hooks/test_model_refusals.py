@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import CheckpointError, InputError
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]

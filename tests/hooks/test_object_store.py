@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from tests.hooks.crashes.wholeness import Crash, crash_after
 
+from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore, is_url
 from visitlens.hooks.pull import pull
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
 
 MEASURES = ("resid_rms", "sink_mass")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.sampling import GREEDY, Sampling
-from visitlens.kernels.errors import InputError
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 

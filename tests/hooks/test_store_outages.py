@@ -20,11 +20,11 @@ import visitlens as vl
 from visitlens.app import layout
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
+from visitlens.errors import StorageError
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import StorageError
 from visitlens.probe.workers import _Crew, _Worker
 
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)

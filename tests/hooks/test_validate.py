@@ -16,13 +16,13 @@ import h5py
 import numpy as np
 import pytest
 
+from visitlens.errors import InputError, RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.merge import merge
 from visitlens.hooks.pack import pack, unpack
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import sole_writer
 from visitlens.hooks.validate import check_file, repair, validate
-from visitlens.kernels.errors import InputError, RecordingError, StorageError
 
 MEASURES = ("resid_rms", "sink_mass", "expert_transitions")
 

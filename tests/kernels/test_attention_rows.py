@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from visitlens.errors import InputError, UnavailableError
 from visitlens.kernels import dispatch
 from visitlens.kernels.attention_rows import (
     OverlapStatistics,
@@ -27,7 +28,6 @@ from visitlens.kernels.attention_rows import (
     row_statistics,
     visit_overlaps,
 )
-from visitlens.kernels.errors import InputError, UnavailableError
 from visitlens.kernels.segments import Segments
 
 IMPLEMENTATIONS = [

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.kernels.attention_rows import row_statistics
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton isn't installed")

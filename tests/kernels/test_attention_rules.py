@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.kernels.attention_rows import OverlapStatistics, RowStatistics, row_statistics, visit_overlaps
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.segments import Segments
 
 IMPLEMENTATIONS = [

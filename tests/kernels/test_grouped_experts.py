@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.kernels.grouped_experts import _choose, expert_outputs, grouped_experts
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.kernels.set_overlap import shared_count, shared_weight
 
 

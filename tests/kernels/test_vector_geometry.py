@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.kernels import vector_geometry
-from visitlens.kernels.errors import InputError
 from visitlens.kernels.vector_geometry import cosines, inner, norms, pairwise_products
 
 DTYPES = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import Task, ablate_heads, nll, text_task
 from visitlens.probe.ablation_run import ablate
 from visitlens.probe.head_ablation import holm

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visitlens.kernels.errors import RecordingError
+from visitlens.errors import RecordingError
 from visitlens.probe.attention_from_qk import attention_from_qk, holds_qk
 from visitlens.probe.opened import RecordedRun
 

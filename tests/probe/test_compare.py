@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.compare import compare, comparison_data, draw_comparison, write_comparison
 from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.opened import RecordedRun

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.dyck import (
     LEADS,
     MARKERS,

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from visitlens.kernels.errors import InputError, RecordingError
+from visitlens.errors import InputError, RecordingError
 from visitlens.probe.exports import choose, write
 from visitlens.probe.opened import RecordedRun
 

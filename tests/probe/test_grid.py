@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.grid import Grid, GridCell, of_pair, selected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.figures.base import Figure, find, panel_series, registered
 from visitlens.probe.figures.drawing import cell_grid, subtitle, written
 from visitlens.probe.figures.pair import Pair

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.measure import Measure, StatArray, json_numbers
 
 MEASURE = Measure("mass", "Attention mass", ("layer", "head"), "share", "Sum of P.", "ours")

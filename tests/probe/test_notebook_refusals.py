@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import visitlens as vl
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.cache import Cache
-from visitlens.kernels.errors import InputError
 from visitlens.probe.notebook import Model
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.specialisation import expert_specialisation

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import visitlens
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.schema import GroupTotals
-from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun, step_label
 

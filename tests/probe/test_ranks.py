@@ -19,6 +19,7 @@ from tests.meeting import meeting_place, of_rank
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
+from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models import checkpoint
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.expert_parallel import share
@@ -26,7 +27,6 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import InputError, VisitlensError
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
 from visitlens.probe import ranks as ranks_module
 from visitlens.probe.bundled import PAIR

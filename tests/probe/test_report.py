@@ -17,7 +17,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, UnavailableError
+from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.probe.figures.base import find, registered
 from visitlens.probe.figures.export import write_figures, write_file
 from visitlens.probe.figures.images import find_browser, render

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import intervene, replace, skip, swap, take, zero
 from visitlens.hooks.models.checkpoint import load_config, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.kernels.errors import InputError
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.dyck import PAIRS
 from visitlens.probe.ladder.documents import Document

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.specialisation import expert_specialisation, expert_specialisation_null, expert_tokens
 
 

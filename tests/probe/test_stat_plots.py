@@ -6,7 +6,7 @@ import numpy as np
 import plotly.io as pio
 import pytest
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.figures.generic import label_text, plot_stat
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun

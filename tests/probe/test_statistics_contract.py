@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
@@ -17,7 +18,6 @@ from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.sites import SITES, check_sites
-from visitlens.kernels.errors import InputError, RecordingError
 from visitlens.probe.collect import StatisticsCollector, registered
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic

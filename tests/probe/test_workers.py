@@ -16,11 +16,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from visitlens.errors import InputError, StorageError
 from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import readable_bytes
 from visitlens.hooks.validate import validate
-from visitlens.kernels.errors import InputError, StorageError
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.processes import context
 from visitlens.probe.run import PreparedRun, RunRequest, plan_recording

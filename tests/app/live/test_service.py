@@ -19,7 +19,7 @@ from visitlens.app.live_cards import prompt_card
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.registry import Registry
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 
 
 @pytest.fixture

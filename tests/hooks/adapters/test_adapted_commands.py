@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import visitlens as vl
+from visitlens.errors import InputError
 from visitlens.hooks.intervene import intervene, mean, site_means, zero
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation import ablate_heads, text_task
 from visitlens.probe.opened import RecordedRun
 

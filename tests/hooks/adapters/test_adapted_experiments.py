@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture import capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import intervene, replace, scale, skip, take
-from visitlens.kernels.errors import InputError
 from visitlens.probe.experiment import experiment
 from visitlens.probe.experiments.attribution import attribute
 from visitlens.probe.samples import Sample

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, PlanError
 
 Adapted = Callable[..., AdaptedModel]
 TOKENS = torch.randint(3, 61, (2, 30), generator=torch.Generator().manual_seed(3))

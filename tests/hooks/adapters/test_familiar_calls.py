@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.kernels.errors import InputError
 
 TOKENS = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(3))
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.sampling import Sampling
-from visitlens.kernels.errors import InputError, PlanError
 
 PROMPT = torch.tensor([[0, 5, 9, 14, 7], [0, 8, 4, 30, 11]])
 SITES = ("resid", "Q", "PV")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import visitlens as vl
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
 from visitlens.hooks.generation import capture_generation, generate
 from visitlens.hooks.intervene import site_means, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ladder.documents import pack
 
 do = vl.do
@@ -72,7 +72,9 @@ def test_an_intervened_generation_is_the_intervened_forward_over_its_text(model:
     lacking = {} if isinstance(model, LoopedMoE) else model.absent_steps()
     sites = [site for site in SITES if step not in lacking.get(site, {})]
     shifted = [site for site in sites if site not in ("P", "router", "experts")]
-    only = {"K": {"token": [1, 7]}}  # a constant on every key is the same for each of a query's scores: a softmax can't see it
+    only = {
+        "K": {"token": [1, 7]}
+    }  # a constant on every key is the same for each of a query's scores: a softmax can't see it
     chains: list[Any] = [[do.add(site, torch.tensor(0.3), **here, **only.get(site, {}))] for site in shifted]
     if visit > 1:
         chains += [[do.take(site, **here)] for site in ("K", "V", "experts") if site in sites]

@@ -14,8 +14,8 @@ import torch
 
 from visitlens.app.cli import main
 from visitlens.app.commands.inspect import _text
+from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import save_model
-from visitlens.kernels.errors import InputError
 from visitlens.probe.inspection import describe, inspect_model
 
 LEAKS = {"gpt_oss", "inkling2_loop_text", "albert", "zamba", "zamba2"}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.attention_rule import AttentionRule
@@ -29,7 +30,6 @@ from visitlens.hooks.intervene import (
     zero,
 )
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 Adapted = Callable[..., AdaptedModel]
 TOKENS = torch.randint(3, 61, (2, 30), generator=torch.Generator().manual_seed(3))

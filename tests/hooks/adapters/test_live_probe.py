@@ -19,11 +19,11 @@ from visitlens.app.live_panels import lens_panel, maps_panel, norms_panel, scan_
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.registry import Registry
+from visitlens.errors import InputError
 from visitlens.hooks.adapters import replay
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
 from visitlens.hooks.intervene import intervene, replace
-from visitlens.kernels.errors import InputError
 from visitlens.probe.figures.export import json_text
 from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.live import LiveModel

@@ -12,8 +12,8 @@ import torch
 from tests.hooks.adapters.own_folders import LOADER
 
 import visitlens as vl
+from visitlens.errors import CheckpointError
 from visitlens.hooks.guards import conditions
-from visitlens.kernels.errors import CheckpointError
 from visitlens.probe.live import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]

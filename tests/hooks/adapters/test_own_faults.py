@@ -9,7 +9,7 @@ import pytest
 from tests.hooks.adapters.own_folders import LOADER
 
 import visitlens as vl
-from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
+from visitlens.errors import CheckpointError, InputError, VisitlensError
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"

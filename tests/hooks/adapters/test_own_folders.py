@@ -19,10 +19,10 @@ from visitlens.app.context import Context, checkpoint_folder
 from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
+from visitlens.errors import InputError
 from visitlens.hooks.checkpoint_files import code_sha256
 from visitlens.hooks.loading import resolve, weights_sha256
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 from visitlens.probe.ablation_run import AblationRequest, ablate_recording
 from visitlens.probe.live_run import LiveRun
 

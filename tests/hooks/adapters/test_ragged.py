@@ -14,13 +14,13 @@ from tests.hooks.adapters.remote_code.tiny_ragged import Recursion
 from torch import Tensor
 
 import visitlens as vl
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture import StepValues, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.schema import GroupTotals
-from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.statistics.base import Geometry

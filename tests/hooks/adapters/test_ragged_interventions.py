@@ -9,6 +9,7 @@ import torch
 from tests.hooks.adapters.test_ragged import SEGMENTS, TOKENS
 from torch import Tensor
 
+from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import (
@@ -25,7 +26,6 @@ from visitlens.hooks.intervene import (
     zero,
 )
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError
 
 NEAR = {"atol": 3e-5, "rtol": 3e-4}
 SITES_OF_BOTH = [site for site in SITES if site not in ("router", "experts", "gates", "expert_in", "expert_out")]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import visitlens as vl
+from visitlens.errors import RecordingError
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.kernels.errors import RecordingError
 from visitlens.probe.figures.export import prepare
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.opened import RecordedRun

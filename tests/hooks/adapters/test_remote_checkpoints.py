@@ -19,8 +19,8 @@ import visitlens as vl
 from visitlens.app.live_reading import read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
+from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.kernels.errors import CheckpointError, InputError
 from visitlens.probe.reading import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]

@@ -15,6 +15,7 @@ from tests.hooks.adapters.remote_code.mended import TinyHuginn, TinyOuro
 from tests.hooks.adapters.remote_code.tiny_moeut import TinyMoEUT
 from torch import Tensor, nn
 
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.huginn import Huginn
@@ -24,7 +25,6 @@ from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.inspection import describe
 
 TOKENS = torch.randint(3, 40, (2, 20), generator=torch.Generator().manual_seed(5))

@@ -24,13 +24,13 @@ import pytest
 from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_after, leftovers
 
 import visitlens
+from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.merge import merge
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import committing
 from visitlens.hooks.validate import repair, validate
-from visitlens.kernels.errors import RecordingError, StorageError
 
 # Resuming
 

@@ -14,11 +14,11 @@ from tests.hooks.crashes.conftest import MEASURES, MakeRecording
 from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_after
 
 import visitlens
+from visitlens.errors import InputError, RecordingError, StorageError, VisitlensError
 from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
-from visitlens.kernels.errors import InputError, RecordingError, StorageError, VisitlensError
 from visitlens.probe.opened import RecordedRun
 
 # Other people's folders, other runs, other writers

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import visitlens as vl
+from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import StepValues
 from visitlens.hooks.sites import SITES
-from visitlens.kernels.errors import InputError, PlanError
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry
 

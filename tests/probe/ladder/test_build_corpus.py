@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.kernels.errors import InputError, UnavailableError
+from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.ladder.build_corpus import LONGEST, SOURCES, Source, build, fetch, html_text, read, shortened
 
 PROSE = "A sentence of plain words that goes on for a while. " * 8

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.ladder.corpus import ROW, Corpus, SpecialTokens, TokenizedDocuments, prepare
 from visitlens.probe.ladder.documents import Document
 from visitlens.probe.ladder.stream import TrainingStream

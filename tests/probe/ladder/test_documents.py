@@ -19,8 +19,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.contexts import PackedTokens
-from visitlens.kernels.errors import InputError, UnavailableError
 from visitlens.probe.ladder.documents import Document, Packer, encode, pack, read_documents
 
 BOS, EOS, PAD = 0, 1, 2

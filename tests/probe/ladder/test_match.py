@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import load_config
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import InputError
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.budget import PAPER_TOLERANCE, Budget, Ratios
 from visitlens.probe.ladder.match import Steps, match

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import load_config, load_model
-from visitlens.kernels.errors import InputError
 from visitlens.probe.bundled import LADDER
 from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.ladder.budget import PAPER_TOLERANCE, Budget, Ratios

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from tests.meeting import meeting_place, of_rank
 
 from visitlens.app.cli import main
+from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.kernels.errors import CheckpointError, InputError, VisitlensError
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.corpus import Corpus, prepare
 from visitlens.probe.ladder.documents import Document

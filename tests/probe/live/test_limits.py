@@ -9,7 +9,7 @@ import torch
 from tests.tiny_live import PROMPT, hooks_left
 from tokenizers import Tokenizer
 
-from visitlens.kernels.errors import InputError, MemoryLimitError
+from visitlens.errors import InputError, MemoryLimitError
 from visitlens.probe.live import LiveModel
 from visitlens.probe.live_prompts import encode
 from visitlens.probe.live_run import LiveRun

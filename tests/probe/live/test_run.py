@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.tiny_live import PROMPT, hooks_left, ids_of
 
-from visitlens.kernels.errors import InputError
+from visitlens.errors import InputError
 from visitlens.probe.live import LiveModel
 from visitlens.probe.live_run import LiveRun, log_softmax
 
