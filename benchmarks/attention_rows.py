@@ -28,8 +28,8 @@ from rich.table import Table
 from torch import Tensor
 
 from visitlens.errors import VisitlensError
-from visitlens.kernels.attention_rows import visit_overlaps
-from visitlens.kernels.dispatch import ATTENTION_ROWS, choose_attention_rows
+from visitlens.kernels.attention.dispatch import ATTENTION_ROWS, choose_attention_rows
+from visitlens.kernels.attention.rows import visit_overlaps
 from visitlens.kernels.segments import Segments
 
 Visits = list[tuple[Tensor, Tensor]]

@@ -26,7 +26,7 @@ import torch
 from grouped_experts import measure as measure_experts
 from machine import describe
 
-from visitlens.kernels.attention_rows import visit_overlaps
+from visitlens.kernels.attention.rows import visit_overlaps
 from visitlens.kernels.segments import Segments
 
 TOLERANCE = 1e-4

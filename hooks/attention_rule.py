@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from visitlens.kernels.attention_rows import OverlapStatistics, RowStatistics, VisitOverlaps
+from visitlens.kernels.attention.rows import OverlapStatistics, RowStatistics, VisitOverlaps
 from visitlens.kernels.segments import Segments
 
 _TOP = 8
@@ -67,7 +67,7 @@ def map_overlaps(
     segments: Segments,
     overlaps: bool,
 ) -> VisitOverlaps:
-    """What `kernels.attention_rows.visit_overlaps` finds, from maps: `pattern_of(visit, start, end)` is P [head, query, key] of one
+    """What `kernels.attention.rows.visit_overlaps` finds, from maps: `pattern_of(visit, start, end)` is P [head, query, key] of one
     document. Holds one document's maps of all visits at a time. `log_sum_exp` isn't known from P and is NaN.
 
     Ties in P go to the smaller position; a row with a NaN has NaN in every float result, no match and no shared key.

@@ -17,7 +17,7 @@ from visitlens.hooks.instrumented import InstrumentedModel, check_model
 from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.sites import SITES, Sizes, check_sites, token_shape
 from visitlens.hooks.visit_clock import VisitClock
-from visitlens.kernels.attention_rows import (
+from visitlens.kernels.attention.rows import (
     OverlapStatistics,
     RowStatistics,
     VisitOverlaps,

@@ -151,8 +151,8 @@ def _release(version: str) -> tuple[int, ...]:
 def _try_kernels(gpus: list[str]) -> dict[str, str]:
     import torch
 
-    from visitlens.kernels.attention_rows import row_statistics
-    from visitlens.kernels.dispatch import ATTENTION_ROWS
+    from visitlens.kernels.attention.dispatch import ATTENTION_ROWS
+    from visitlens.kernels.attention.rows import row_statistics
     from visitlens.kernels.segments import Segments
 
     states = {}

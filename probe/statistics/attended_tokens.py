@@ -12,7 +12,7 @@ from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
-    from visitlens.kernels.attention_rows import OverlapStatistics
+    from visitlens.kernels.attention.rows import OverlapStatistics
 
 _MEANINGS = {
     "top1_match": (

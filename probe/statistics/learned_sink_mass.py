@@ -12,7 +12,7 @@ from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, st
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture import StepValues
-    from visitlens.kernels.attention_rows import RowStatistics
+    from visitlens.kernels.attention.rows import RowStatistics
 
 
 class LearnedSinkMass(Statistic):

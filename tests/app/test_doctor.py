@@ -11,7 +11,7 @@ import pytest
 
 from visitlens.app.cli import main
 from visitlens.app.commands import doctor as command
-from visitlens.kernels import attention_rows
+from visitlens.kernels.attention import rows as attention_rows
 
 
 @pytest.fixture

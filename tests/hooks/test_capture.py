@@ -14,7 +14,7 @@ from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.sites import ACTIVATION_SITES, SITES, check_sites
-from visitlens.kernels.attention_rows import row_statistics
+from visitlens.kernels.attention.rows import row_statistics
 
 ModelFactory = Callable[..., LoopedMoE]
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from visitlens.errors import InputError, UnavailableError
-from visitlens.kernels import dispatch
-from visitlens.kernels.attention_rows import (
+from visitlens.kernels.attention import dispatch
+from visitlens.kernels.attention.rows import (
     OverlapStatistics,
     RowStatistics,
     per_document,
@@ -369,7 +369,7 @@ def test_dispatch(monkeypatch):
 
 
 def test_import_leaves_numba_alone():
-    code = "import sys, visitlens.kernels.attention_rows; sys.exit('numba' in sys.modules)"
+    code = "import sys, visitlens.kernels.attention.rows; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError
-from visitlens.kernels.attention_rows import row_statistics
+from visitlens.kernels.attention.rows import row_statistics
 from visitlens.kernels.segments import Segments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton isn't installed")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton isn'
 INTERPRETED = """
 import dataclasses, math, sys
 import torch
-from visitlens.kernels.attention_rows import row_statistics, visit_overlaps
+from visitlens.kernels.attention.rows import row_statistics, visit_overlaps
 from visitlens.kernels.segments import Segments
 
 torch.set_num_threads(1)

@@ -99,7 +99,9 @@ def test_the_command_records_a_transformers_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("visitlens.kernels.dispatch._numba_is_installed", lambda: False)  # compiling takes longer
+    monkeypatch.setattr(
+        "visitlens.kernels.attention.dispatch._numba_is_installed", lambda: False
+    )  # compiling takes longer
     make_hf("mixtral").save_pretrained(tmp_path / "mixtral")
     save_tokenizer(tmp_path / "mixtral")
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.kernels.attention_rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
-from visitlens.kernels.attention_rule import AttentionRule
+from visitlens.kernels.attention.rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 
 _PANEL_ROWS = 64

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from visitlens.kernels.attention_rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
-from visitlens.kernels.attention_rule import AttentionRule
+from visitlens.kernels.attention.rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 
 _NONE = -(2**63)  # less than any top key

@@ -15,10 +15,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from visitlens.kernels.attention_rows import VisitOverlaps, Wanted, overlap_results, row_results
-from visitlens.kernels.attention_rule import AttentionRule
-from visitlens.kernels.comparison_plan import plan_comparisons
-from visitlens.kernels.numba_lanes import (
+from visitlens.kernels.attention.comparison_plan import plan_comparisons
+from visitlens.kernels.attention.numba_lanes import (
     INFINITY,
     LANES,
     ONE,
@@ -37,6 +35,8 @@ from visitlens.kernels.numba_lanes import (
     store,
     tanh,
 )
+from visitlens.kernels.attention.rows import VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 
 _STEP = 2 * LANES  # queries computed together

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.kernels.attention_rule import AttentionRule, check_rule, check_token_sets
-from visitlens.kernels.dispatch import choose_attention_rows
+from visitlens.kernels.attention.dispatch import choose_attention_rows
+from visitlens.kernels.attention.rule import AttentionRule, check_rule, check_token_sets
 from visitlens.kernels.segments import Segments
 
 TOP = 8
@@ -176,14 +176,14 @@ Implementation = Callable[[Sequence[tuple[Tensor, Tensor]], Segments, AttentionR
 def _implementation(q: Tensor, requested: str) -> Implementation:
     name = choose_attention_rows(q.device.type, q.dtype, requested, width=q.shape[2])
     if name == "numba":
-        from visitlens.kernels.attention_rows_numba import numba_visit_overlaps
+        from visitlens.kernels.attention.rows_numba import numba_visit_overlaps
 
         return numba_visit_overlaps
     if name == "triton":
-        from visitlens.kernels.attention_rows_triton import triton_visit_overlaps
+        from visitlens.kernels.attention.rows_triton import triton_visit_overlaps
 
         return triton_visit_overlaps
-    from visitlens.kernels.attention_rows_torch import torch_visit_overlaps
+    from visitlens.kernels.attention.rows_torch import torch_visit_overlaps
 
     return torch_visit_overlaps
 
