@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from visitlens.app.context import View
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import visit_choices
+from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.live_ablation import KINDS
 from visitlens.probe.live_run import LiveRun
 

@@ -10,7 +10,7 @@ from dash import html
 from visitlens.app.components import card, selector, table
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_parts import bar, button, visible
-from visitlens.hooks.loop_plan import visit_choices
+from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.live_ablation import KINDS, SilencedHead
 from visitlens.probe.live_figures import place_label
 from visitlens.probe.live_run import LiveRun

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.core.loop_plan import Step
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, line_trace, sequential
 from visitlens.probe.figures.generic import label_text
 from visitlens.probe.figures.series import series

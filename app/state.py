@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.probe.opened import RecordedRun
 
 AGGREGATIONS = ("mean", "each", "token")

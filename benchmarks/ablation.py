@@ -27,7 +27,7 @@ from peers import make_model
 
 import visitlens as vl
 from visitlens.hooks.adapters import replay
-from visitlens.hooks.loop_plan import visit_choices
+from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ablation import Task, ablate_heads, nll

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
-from visitlens.hooks.instrumented import InstrumentedModel, check_model
-from visitlens.hooks.loop_plan import ExecutionPlan
-from visitlens.hooks.sites import SITES, Sizes, check_sites, token_shape
-from visitlens.hooks.visit_clock import VisitClock
+from visitlens.hooks.core.loop_plan import ExecutionPlan
+from visitlens.hooks.core.model_interface import InstrumentedModel, check_model
+from visitlens.hooks.core.sites import SITES, Sizes, check_sites, token_shape
+from visitlens.hooks.core.visit_clock import VisitClock
 from visitlens.kernels.attention.rows import (
     OverlapStatistics,
     RowStatistics,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import physical_layers
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 
 Run = Callable[[Tensor], Any]
 

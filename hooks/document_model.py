@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED, Captured
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.model_interface import InstrumentedModel
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.intervention import per_token
-from visitlens.hooks.loop_plan import Step
-from visitlens.hooks.sites import SITES
 from visitlens.kernels.segments import Segments
 
 Change = Callable[[str, Step, Tensor, Tensor | None], Tensor | None]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
-from visitlens.hooks.loop_plan import Step
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.model_interface import InstrumentedModel
+from visitlens.hooks.core.sites import SITES
 
 Hook = Callable[..., Any]
 NamesFilter = str | Sequence[str] | Callable[[str], bool] | None

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
+from visitlens.hooks.core.sites import check_sites
 from visitlens.hooks.intervene import intervene
 from visitlens.hooks.interventions.forward import At
 from visitlens.hooks.interventions.intervention import Intervention, Place
-from visitlens.hooks.sites import check_sites
 
 if TYPE_CHECKING:
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 

@@ -17,7 +17,7 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.cache import cache_of
 from visitlens.hooks.adapters.family import bank_inputs
 from visitlens.hooks.capture import VISITED, Captured, capture
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.core.sites import SITES
 
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
 _NEAR_HALF = 5e-2

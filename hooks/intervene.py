@@ -29,7 +29,9 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel, check_model
+from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.model_interface import InstrumentedModel, check_model
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues, tokens_at
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
@@ -47,8 +49,6 @@ from visitlens.hooks.interventions.operations import (
     take,
     zero,
 )
-from visitlens.hooks.loop_plan import Step
-from visitlens.hooks.sites import SITES
 
 if TYPE_CHECKING:
     from visitlens.hooks.contexts import PackedTokens

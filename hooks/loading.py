@@ -17,7 +17,7 @@ from visitlens.hooks.models.checkpoint import DTYPES
 if TYPE_CHECKING:
     import torch
 
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _FILES = ("*.json", "*.safetensors", "*.py", "*.model", "*.txt")

@@ -19,12 +19,12 @@ import numpy as np
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
+from visitlens.hooks.core.loop_plan import ExecutionPlan
+from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.fetched import Fetched
 from visitlens.hooks.gate import Gated, open_gated, passed
-from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.object_store import PULL_FIRST, is_url, was_url
 from visitlens.hooks.schema import GroupTotals
-from visitlens.hooks.sites import SITES, check_sites
 from visitlens.hooks.untrusted import read_json, real_folder
 
 SHARD_NAME = re.compile(r"w\d{2,4}-\d{6,12}\.h5")

@@ -16,7 +16,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.core.loop_plan import Step
 from visitlens.probe.figures import page
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
 from visitlens.probe.figures.export import write_file, write_plotly_js

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case

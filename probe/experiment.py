@@ -18,7 +18,7 @@ from visitlens.probe.measure import StatArray
 from visitlens.probe.tables import sizes
 
 if TYPE_CHECKING:
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.notebook import Model
     from visitlens.probe.samples import Sample
@@ -110,7 +110,7 @@ def experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: 
     Raises:
         InputError: no such experiment or option, or what the experiment refuses.
     """
-    from visitlens.hooks.instrumented import check_model
+    from visitlens.hooks.core.model_interface import check_model
     from visitlens.probe.samples import Sample
 
     function = find(name)

@@ -14,7 +14,7 @@ from visitlens.hooks.generation import check_generation, generate
 from visitlens.hooks.sampling import GREEDY, Sampling
 
 if TYPE_CHECKING:
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _CHECKED = ("resid", "Q", "K")

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from visitlens.errors import InputError, MemoryLimitError
 from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
-from visitlens.hooks.loop_plan import Step, visit_choices
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.probe.live_ablation import KINDS, HeadScan, SilencedHead, check_target, divergence
 from visitlens.probe.live_arrays import arrays_of, as_array, lacking

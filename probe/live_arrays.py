@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
-from visitlens.hooks.sites import token_shape
+from visitlens.hooks.core.sites import token_shape
 from visitlens.probe.row_rule import RowRule
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import ExecutionPlan, VisitPair
+from visitlens.hooks.core.loop_plan import ExecutionPlan, VisitPair
 from visitlens.probe.figures.theme import token_text
 from visitlens.probe.live_prompts import TokenTexts
 from visitlens.probe.row_rule import RowRule

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.instrumented import InstrumentedModel, ModelFacts
+from visitlens.hooks.core.loop_plan import ExecutionPlan
+from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
 from visitlens.hooks.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.hooks.loop_plan import ExecutionPlan
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.bundled import SAMPLE

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.schema import GroupTotals
 from visitlens.probe import analyses

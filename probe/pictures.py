@@ -18,7 +18,7 @@ from uuid import uuid4
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 
 if TYPE_CHECKING:
     from visitlens.probe.opened import RecordedRun

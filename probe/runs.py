@@ -65,7 +65,7 @@ class Run:
         return [self.model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
     def site(self, name: str, layer: int, visit: int = 1) -> Tensor:
-        """The values at a site (`visitlens.hooks.sites.SITES`) at one visit of one layer, after the interventions.
+        """The values at a site (`visitlens.hooks.core.sites.SITES`) at one visit of one layer, after the interventions.
 
         Raises:
             InputError: no such site, layer or visit.

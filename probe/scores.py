@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.probe.samples import Progress, Sample, silent

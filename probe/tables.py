@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import Step, VisitPair
+from visitlens.hooks.core.loop_plan import Step, VisitPair
 
 if TYPE_CHECKING:
     from visitlens.probe.measure import StatArray

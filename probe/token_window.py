@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import Step, VisitPair
+from visitlens.hooks.core.loop_plan import Step, VisitPair
 from visitlens.probe.opened import RecordedRun
 
 MOST_TOKENS = 600

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.probe.measure import StatArray
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import visit_choices
+from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.ablation import AblationSums
 from visitlens.probe.ablation_run import head_ablation
 from visitlens.probe.analyses import DyckExample, DyckStudy

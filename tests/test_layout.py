@@ -22,9 +22,9 @@ FOLDERS = ("kernels", "hooks", "probe", "app")
 SOURCE = Path(visitlens.__file__).parents[1]
 
 READING_PATH = (
-    "hooks.loop_plan",
-    "hooks.visit_clock",
-    "hooks.sites",
+    "hooks.core.loop_plan",
+    "hooks.core.visit_clock",
+    "hooks.core.sites",
     "hooks.contexts",
     "hooks.schema",
     "hooks.shards",

@@ -16,10 +16,10 @@ from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.capture import Captured
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.model_interface import check_unbroken
 from visitlens.hooks.document_model import Change, DocumentModel, Part, check_return_type, read_out
 from visitlens.hooks.familiar_calls import FamiliarCalls
-from visitlens.hooks.instrumented import check_unbroken
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.own_code import forward_told
 
 

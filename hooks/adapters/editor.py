@@ -13,8 +13,8 @@ from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.adapters.observer import StepObserver, in_place, recomputing, taken
 from visitlens.hooks.capture import Captured
+from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.document_model import Change
-from visitlens.hooks.loop_plan import Step
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel

@@ -19,8 +19,8 @@ from torch import nn
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.older_code import Mend
-from visitlens.hooks.instrumented import ModelFacts
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.core.model_interface import ModelFacts
+from visitlens.hooks.core.sites import SITES
 
 
 @dataclass(frozen=True)

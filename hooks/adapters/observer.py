@@ -14,8 +14,8 @@ from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read, Visited, bank_inputs
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import VISITED, Captured
-from visitlens.hooks.sites import SITES, token_shape
-from visitlens.hooks.visit_clock import VisitClock
+from visitlens.hooks.core.sites import SITES, token_shape
+from visitlens.hooks.core.visit_clock import VisitClock
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel

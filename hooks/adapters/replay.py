@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from visitlens.hooks.loop_plan import visit_choices
-from visitlens.hooks.visit_clock import VisitClock
+from visitlens.hooks.core.loop_plan import visit_choices
+from visitlens.hooks.core.visit_clock import VisitClock
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted import AdaptedModel

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.segments import Segments
 
 

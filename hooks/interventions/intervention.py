@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError, VisitlensError
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.interventions.forward import At, SiteValues, TokenChoice, numbers, tokens_at
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.sites import SITES, check_sites
 
 Choice = int | Iterable[int] | None
 """One number, several, or None for all. Layers are 0-based, visits 1-based."""

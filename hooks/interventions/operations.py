@@ -1,6 +1,6 @@
 """The operations: zero, mean, resample, replace, add, scale, project_out, and those between visits.
 
-Each names a site (`hooks/sites.py`) and, by `layer`, `visit`, `head`, `expert` and `token`, where in it; what isn't named is
+Each names a site (`hooks/core/sites.py`) and, by `layer`, `visit`, `head`, `expert` and `token`, where in it; what isn't named is
 everywhere. They are applied by `intervene`.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.forward import At, Generated, SiteValues, TokenChoice, numbers, tokens_at
 from visitlens.hooks.interventions.intervention import Choice, Intervention, Place, per_token
-from visitlens.hooks.sites import SITES
 
 SiteMeans = Mapping[tuple[str, int], Tensor]
 """(site, step) -> mean over the tokens of a sample, shaped as one token's value; at `expert_out` [expert, hidden], over

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from visitlens.errors import CheckpointError, InputError
-from visitlens.hooks.loop_plan import LoopSpec
+from visitlens.hooks.core.loop_plan import LoopSpec
 
 ARCHITECTURE = "LoopedMoE"
 

@@ -21,8 +21,8 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.HookedRootModule import HookedRootModule
 
 from visitlens.errors import InputError
-from visitlens.hooks.instrumented import check_unbroken
-from visitlens.hooks.loop_plan import Step
+from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.model_interface import check_unbroken
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, RoutedSteps, at_least_float32

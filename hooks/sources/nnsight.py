@@ -18,11 +18,11 @@ from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.document_model import Change, DocumentModel
 from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.guards import difference, sample_tokens, tolerance
-from visitlens.hooks.loop_plan import Step
-from visitlens.hooks.sites import SITES
 
 _INSIDE = (
     "nnsight's cache keeps inputs and outputs of modules, and this lies inside one; visitlens.adapt reads it locally"

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture import Captured
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.model_interface import ModelFacts
+from visitlens.hooks.core.sites import SITES
+from visitlens.hooks.core.visit_clock import VisitClock
 from visitlens.hooks.document_model import Change, DocumentModel
 from visitlens.hooks.familiar_calls import Hook, NamesFilter, VisitPoint, cut
-from visitlens.hooks.instrumented import ModelFacts
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.sites import SITES
-from visitlens.hooks.visit_clock import VisitClock
 
 _BLOCK = re.compile(r"(?P<block>\w*blocks\.\d+)\.(?:visit\.(?P<visit>\w+|\*)\.)?(?P<point>.+)")
 _POINTS = {

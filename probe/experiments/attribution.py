@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.gradients import site_gradients
-from visitlens.hooks.instrumented import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, site_means, zero
 from visitlens.hooks.intervene import mean as mean_of
 from visitlens.probe.measure import Measure, StatArray

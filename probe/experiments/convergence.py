@@ -19,7 +19,7 @@ from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, state_after
 
 if TYPE_CHECKING:
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _QUANTITIES = {

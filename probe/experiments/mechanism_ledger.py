@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, skip, take
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent

@@ -15,7 +15,7 @@ from torch.nn.functional import cosine_similarity
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import site_means
 from visitlens.hooks.interventions.forward import Forward
 from visitlens.probe.measure import Measure, StatArray

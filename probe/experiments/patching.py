@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
+from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.intervene import Intervention, replace
-from visitlens.hooks.sites import SITES, check_sites
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import ROLES, Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, predictions

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import replace
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent

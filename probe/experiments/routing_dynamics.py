@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from visitlens.hooks.capture import capture
-from visitlens.hooks.instrumented import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import batches, device_of

@@ -13,7 +13,7 @@ from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import score
 
 if TYPE_CHECKING:
-    from visitlens.hooks.instrumented import InstrumentedModel
+    from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 

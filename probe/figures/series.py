@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.probe.measure import Measure, StatArray, json_numbers
 
 INTERVAL = "95% percentile interval of a bootstrap over documents (in groups, 1,000 replicates)"

@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.probe.figures.base import Figure
 from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, diverging, empty_panel, frame, heat
 from visitlens.probe.figures.pair import Pair, first_and_last

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from visitlens.hooks.loop_plan import ExecutionPlan
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.probe.measure import Measure
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Statistic(ABC):
     """Measures whose per-token values are kept at level `tokens`."""
 
     needs: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Measure -> what it can't do without among `sites` and `hooks.sites.ASSUMPTIONS`; all of `sites` where it isn't here.
+    """Measure -> what it can't do without among `sites` and `hooks.core.sites.ASSUMPTIONS`; all of `sites` where it isn't here.
     A model that lacks it has no such measure. Of other sites that a model lacks, `per_token` gets NaN."""
 
     def needs_of(self, measure: str) -> frozenset[str]:

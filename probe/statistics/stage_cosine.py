@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from visitlens.hooks.loop_plan import VisitPair
+from visitlens.hooks.core.loop_plan import VisitPair
 from visitlens.kernels.vector_geometry import inner, norms
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues

@@ -16,8 +16,8 @@ if (_root / "pyproject.toml").is_file() and not (Path(__file__).parent / "probe"
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "ExecutionPlan": "visitlens.hooks.loop_plan",
-    "LoopSpec": "visitlens.hooks.loop_plan",
+    "ExecutionPlan": "visitlens.hooks.core.loop_plan",
+    "LoopSpec": "visitlens.hooks.core.loop_plan",
     "StatArray": "visitlens.probe.measure",
     "VisitlensError": "visitlens.errors",
     "adapt": "visitlens.hooks.adapters.adapt",

@@ -14,6 +14,7 @@ from torch import Tensor
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.capture import Captured, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.intervene import (
     add,
     intervene,
@@ -29,7 +30,6 @@ from visitlens.hooks.intervene import (
     with_loop_count,
     zero,
 )
-from visitlens.hooks.loop_plan import LoopSpec
 from visitlens.hooks.models.looped_moe import LoopedMoE
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec, Step, visit_choices
-from visitlens.hooks.visit_clock import VisitClock
+from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec, Step, visit_choices
+from visitlens.hooks.core.visit_clock import VisitClock
 
 
 def layers_and_visits(plan: ExecutionPlan) -> list[tuple[int, int]]:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from visitlens.hooks.capture import capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.sites import SITES
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]

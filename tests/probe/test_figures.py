@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
+from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.probe.figures.base import Figure, find, registered
 from visitlens.probe.figures.drawing import told
 from visitlens.probe.figures.dyck_map import key_labels

@@ -10,7 +10,7 @@ import pytest
 
 import visitlens
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.loop_plan import ExecutionPlan, LoopSpec
+from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.schema import GroupTotals
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun, step_label

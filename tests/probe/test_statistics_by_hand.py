@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues
-from visitlens.hooks.loop_plan import LoopSpec
+from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.schema import GroupTotals
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry

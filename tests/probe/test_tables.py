@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from visitlens.hooks.loop_plan import LoopSpec
+from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.tables import as_html, as_text, label_text, sizes
 

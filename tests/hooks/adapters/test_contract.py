@@ -12,7 +12,7 @@ from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.core.sites import SITES
 
 Adapted = Callable[..., AdaptedModel]
 TOKENS = torch.randint(3, 61, (2, 30), generator=torch.Generator().manual_seed(3))

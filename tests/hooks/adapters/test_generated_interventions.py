@@ -13,10 +13,10 @@ import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import capture
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.generation import capture_generation, generate
 from visitlens.hooks.intervene import site_means, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.sites import SITES
 from visitlens.probe.ladder.documents import pack
 
 do = vl.do

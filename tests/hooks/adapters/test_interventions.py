@@ -14,6 +14,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,
     intervene,
@@ -29,7 +30,6 @@ from visitlens.hooks.intervene import (
     with_loop_count,
     zero,
 )
-from visitlens.hooks.sites import SITES
 
 Adapted = Callable[..., AdaptedModel]
 TOKENS = torch.randint(3, 61, (2, 30), generator=torch.Generator().manual_seed(3))

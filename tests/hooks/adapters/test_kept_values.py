@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.sites import SITES as SITES_OF_ALL
+from visitlens.hooks.core.sites import SITES as SITES_OF_ALL
 
 TOKENS = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(3))
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 7, [2] * 12])

@@ -12,6 +12,7 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED, Captured, capture
 from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,
     intervene,
@@ -25,7 +26,6 @@ from visitlens.hooks.intervene import (
     take,
     zero,
 )
-from visitlens.hooks.sites import SITES
 
 NEAR = {"atol": 3e-5, "rtol": 3e-4}
 SITES_OF_BOTH = [site for site in SITES if site not in ("router", "experts", "gates", "expert_in", "expert_out")]

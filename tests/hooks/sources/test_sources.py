@@ -13,7 +13,7 @@ import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture import StepValues
-from visitlens.hooks.sites import SITES
+from visitlens.hooks.core.sites import SITES
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from visitlens.errors import PlanError
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 
 
 class VisitClock:

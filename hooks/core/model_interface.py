@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import InputError
-from visitlens.hooks.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.sites import SITES, check_sites
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
+from visitlens.hooks.core.sites import SITES, check_sites
 
 if TYPE_CHECKING:
     import torch
