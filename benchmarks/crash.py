@@ -31,9 +31,9 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.text.documents import PackedTokens, pack
 from visitlens.hooks.validate import validate
 from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.ladder.documents import PackedTokens, pack
 from visitlens.probe.statistics.base import Geometry
 
 MEASURES = ("resid_rms", "sink_mass", "expert_transitions")

@@ -29,9 +29,9 @@ from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.text.documents import PackedTokens, pack
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.ladder.documents import PackedTokens, pack
 from visitlens.probe.run import RunRequest, pack_text
 from visitlens.probe.statistics.attended_tokens import AttendedTokens
 from visitlens.probe.statistics.base import Geometry

@@ -25,8 +25,8 @@ import typer
 
 from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.text.documents import read_documents
 from visitlens.probe.bundled import PAIR, SAMPLE
-from visitlens.probe.ladder.documents import read_documents
 from visitlens.probe.run import PreparedRun, RunRequest
 
 OPEN = "import sys, time, json\nt = time.perf_counter(); c = time.process_time()\nimport visitlens\n"

@@ -51,8 +51,8 @@ from visitlens.hooks.interventions.operations import (
 )
 
 if TYPE_CHECKING:
-    from visitlens.hooks.contexts import PackedTokens
     from visitlens.hooks.models.looped_moe import LoopedMoE
+    from visitlens.hooks.text.packed_tokens import PackedTokens
 
 __all__ = [
     "Intervention",

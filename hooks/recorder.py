@@ -21,7 +21,6 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import ACTIVATION_SITES, check_sites, token_shape
@@ -33,6 +32,7 @@ from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.shards import check_room, sole_writer, wait_for_workers
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

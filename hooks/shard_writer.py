@@ -14,7 +14,6 @@ import torch
 from visitlens.errors import InputError
 from visitlens.hooks import schema
 from visitlens.hooks.capture import StepValues, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.generation import replay
@@ -23,6 +22,7 @@ from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import committing
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

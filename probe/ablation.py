@@ -23,11 +23,11 @@ from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture import capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import ExecutionPlan, visit_choices
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.intervene import replace as put_in
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.scores import check_predicts, device_of
 
 if TYPE_CHECKING:

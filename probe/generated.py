@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.contexts import PackedTokens, document_hashes
 from visitlens.hooks.generation import check_generation, generate
 from visitlens.hooks.sampling import GREEDY, Sampling
+from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import CheckpointError, InputError
+from visitlens.hooks.text.documents import read_documents
 from visitlens.probe.bundled import PAIR
-from visitlens.probe.ladder.documents import read_documents
 
 if TYPE_CHECKING:
     from visitlens.probe.notebook import Model

@@ -34,9 +34,9 @@ from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.shard_writer import ShardWriter
 from visitlens.hooks.shards import readable_bytes
+from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts
-from visitlens.probe.ladder.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry

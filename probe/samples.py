@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.text.documents import Document, encode, pack, read_documents
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.dyck import PAIRS, SHOTS, DyckPrompt, dyck_prompt
-from visitlens.probe.ladder.documents import Document, encode, pack, read_documents
 from visitlens.probe.measure import Measure, StatArray
 
 ROLES = ("start", "demonstration inputs", "demonstration answers", "last input", "last answer")

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, settings
 from tests import made_up
 
 from visitlens.app.cli import main
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.text.documents import pack
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe import analyses
 from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.ladder.documents import pack
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.statistics.base import Geometry

@@ -25,7 +25,7 @@ READING_PATH = (
     "hooks.core.loop_plan",
     "hooks.core.visit_clock",
     "hooks.core.sites",
-    "hooks.contexts",
+    "hooks.text.packed_tokens",
     "hooks.schema",
     "hooks.shards",
     "hooks.recording",
@@ -33,7 +33,7 @@ READING_PATH = (
     "probe.bootstrap",
     "probe.opened",
     "probe.dyck",
-    "probe.ladder.documents",
+    "hooks.text.documents",
 )
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from visitlens.errors import InputError
-from visitlens.probe.ladder.documents import Document, read_documents
+from visitlens.hooks.text.documents import Document, read_documents
 
 FORMAT = "visitlens-corpus"
 SPLITS = ("train", "validation")

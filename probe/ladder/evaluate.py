@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.dyck import SHOTS, dyck_prompt
 
 if TYPE_CHECKING:

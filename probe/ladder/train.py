@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.checkpoint import load_tokenizer, save_weights
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.text.documents import pack
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.ladder.corpus import Corpus
-from visitlens.probe.ladder.documents import pack
 from visitlens.probe.ladder.evaluate import dyck_by_shots, loss_by_length, token_losses
 from visitlens.probe.ladder.stream import DYCK_VALIDATION, TrainingStream
 from visitlens.probe.ladder.trainer import Recipe, Trainer

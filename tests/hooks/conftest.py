@@ -9,10 +9,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.lease import Lease
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.kernels.attention.rows import row_statistics
 
 ModelFactory = Callable[..., LoopedMoE]

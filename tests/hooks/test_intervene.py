@@ -14,7 +14,6 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,
@@ -35,6 +34,7 @@ from visitlens.hooks.intervene import (
 from visitlens.hooks.interventions.forward import Forward
 from visitlens.hooks.interventions.operations import means_by_expert
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 SIX = ("Q", "K", "V", "experts", "gates", "expert_in")

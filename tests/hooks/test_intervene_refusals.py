@@ -13,7 +13,6 @@ from torch import Tensor
 
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.capture import Captured, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.intervene import (
     add,
@@ -31,6 +30,7 @@ from visitlens.hooks.intervene import (
     zero,
 )
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture import capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 SITE_HOOKS = {site.hook for site in SITES.values()}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from visitlens.errors import CheckpointError, InputError
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 ModelFactory = Callable[..., LoopedMoE]
 TextFactory = Callable[..., PackedTokens]

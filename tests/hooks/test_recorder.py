@@ -13,12 +13,12 @@ import torch
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.sites import ACTIVATION_SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token, record
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 
 MakeRecording = Callable[..., RecordedRun]

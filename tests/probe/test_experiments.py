@@ -12,10 +12,10 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.gradients import site_gradients
 from visitlens.hooks.intervene import intervene, scale, skip, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import Results, experiment, find, options, question, registered
 from visitlens.probe.experiments.attribution import attribute, rank_correlation, spread
 from visitlens.probe.ladder.evaluate import text_loss

@@ -17,10 +17,10 @@ import torch
 from tests.planted import plant
 
 from visitlens.errors import InputError
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import skip, take
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import experiment
 from visitlens.probe.experiments.mechanism_ledger import ATTENTION, ROUTED, SKIPPED
 from visitlens.probe.samples import Sample

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from visitlens.hooks.text.documents import pack
 from visitlens.probe.compare import compare
-from visitlens.probe.ladder.documents import pack
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.pairing import pair
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from tests.planted import EXPERTS, HEAD, LAYER, Planted, plant
 
-from visitlens.hooks.contexts import PackedTokens
+from visitlens.hooks.text.documents import encode, pack
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.ablation_run import ablate
 from visitlens.probe.analyses import DyckStudy
 from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
 from visitlens.probe.figures.base import find
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.ladder.documents import encode, pack
 from visitlens.probe.opened import RecordedRun
 
 NO_CLOSER_IN_THE_INPUT = DyckSettings(prompts=12, depth=(3, 3), length=(3, 3))

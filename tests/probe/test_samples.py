@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.intervene import intervene, replace, skip, swap, take, zero
 from visitlens.hooks.models.checkpoint import load_config, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.documents import Document
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.dyck import PAIRS
-from visitlens.probe.ladder.documents import Document
 from visitlens.probe.measure import Measure
 from visitlens.probe.samples import ROLES, Sample
 from visitlens.probe.scores import score

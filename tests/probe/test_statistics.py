@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from visitlens.hooks.capture import StepValues, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import registered
 
 Array = np.ndarray

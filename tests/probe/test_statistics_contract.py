@@ -13,11 +13,11 @@ import torch
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.attention_rule import AttentionRule
 from visitlens.hooks.capture import Captured, StepValues, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import StatisticsCollector, registered
 from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic

@@ -17,7 +17,7 @@ from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.generation import capture_generation, generate
 from visitlens.hooks.intervene import site_means, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.ladder.documents import pack
+from visitlens.hooks.text.documents import pack
 
 do = vl.do
 PROMPT = torch.tensor([[0, 5, 9, 14, 7], [0, 8, 4, 30, 11]])

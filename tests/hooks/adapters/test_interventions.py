@@ -228,7 +228,7 @@ def test_experts_by_choice_gate_and_output(adapted: Adapted) -> None:
 
 
 def site_means_of(model: AdaptedModel) -> Any:
-    from visitlens.hooks.contexts import PackedTokens
+    from visitlens.hooks.text.packed_tokens import PackedTokens
 
     packed = PackedTokens(
         TOKENS.numpy().astype("int32"),

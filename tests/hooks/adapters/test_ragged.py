@@ -16,11 +16,11 @@ from torch import Tensor
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture import StepValues, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.statistics.base import Geometry

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture import VISITED, Captured, capture
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,
@@ -26,6 +25,7 @@ from visitlens.hooks.intervene import (
     take,
     zero,
 )
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 NEAR = {"atol": 3e-5, "rtol": 3e-4}
 SITES_OF_BOTH = [site for site in SITES if site not in ("router", "experts", "gates", "expert_in", "expert_out")]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 
 MakeRecording = Callable[..., RecordedRun]

@@ -26,10 +26,10 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 import visitlens
 from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks import schema
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.merge import merge
 from visitlens.hooks.recording import Recording
 from visitlens.hooks.shards import committing
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.hooks.validate import repair, validate
 
 # Resuming

@@ -15,10 +15,10 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 
 import visitlens
 from visitlens.errors import InputError, RecordingError, StorageError, VisitlensError
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 
 # Other people's folders, other runs, other writers

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from visitlens.hooks.contexts import PackedTokens
 from visitlens.hooks.recording import Recording
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 
 def assert_whole(rec: Recording, unbroken: Recording, text: PackedTokens) -> None:

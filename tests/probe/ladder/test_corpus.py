@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from visitlens.errors import InputError
+from visitlens.hooks.text.documents import Document
 from visitlens.probe.ladder.corpus import ROW, Corpus, SpecialTokens, TokenizedDocuments, prepare
-from visitlens.probe.ladder.documents import Document
 from visitlens.probe.ladder.stream import TrainingStream
 
 BOS, EOS, PAD = 1, 2, 3

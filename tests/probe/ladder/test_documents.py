@@ -20,8 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from visitlens.errors import InputError, UnavailableError
-from visitlens.hooks.contexts import PackedTokens
-from visitlens.probe.ladder.documents import Document, Packer, encode, pack, read_documents
+from visitlens.hooks.text.documents import Document, Packer, encode, pack, read_documents
+from visitlens.hooks.text.packed_tokens import PackedTokens
 
 BOS, EOS, PAD = 0, 1, 2
 LINES = [{"text": "one", "category": "code", "source": "a.py"}, {"text": "zwei äöü"}, {"text": ""}]

@@ -24,9 +24,9 @@ from visitlens.app.cli import main
 from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.text.documents import Document
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.corpus import Corpus, prepare
-from visitlens.probe.ladder.documents import Document
 from visitlens.probe.ladder.train import Cadence, train
 from visitlens.probe.ladder.trainer import DECAYED_TO, Recipe, Trainer
 from visitlens.probe.processes import context

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
-from visitlens.hooks.contexts import PackedTokens, document_hashes
+from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 _COMPRESSED = (".gz", ".xz", ".zst")
 

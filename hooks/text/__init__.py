@@ -1,0 +1,1 @@
+"""From a text file to documents, token ids and packed contexts."""
