@@ -13,7 +13,7 @@ from visitlens.app.registry import Entry, Registry, without_folder
 from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
 from visitlens.errors import InputError, VisitlensError
-from visitlens.hooks.checkpoint_files import brings_loader
+from visitlens.hooks.models.checkpoint_files import brings_loader
 from visitlens.probe import loaded
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.theme import DARK, LIGHT, Theme

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import CheckpointError
-from visitlens.hooks.checkpoint_files import weights_sha256
+from visitlens.hooks.models.checkpoint_files import weights_sha256
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.opened import RecordedRun
 

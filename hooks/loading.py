@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from visitlens.errors import CheckpointError, InputError, UnavailableError
-from visitlens.hooks import checkpoint_files
-from visitlens.hooks.checkpoint_files import LOADER, OTHER_WEIGHTS, brings_loader
-from visitlens.hooks.models import checkpoint
+from visitlens.hooks.models import checkpoint, checkpoint_files
 from visitlens.hooks.models.checkpoint import DTYPES
+from visitlens.hooks.models.checkpoint_files import LOADER, OTHER_WEIGHTS, brings_loader
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,13 @@ import torch
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks import recorder
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.checkpoint_files import sha256_of
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
 from visitlens.hooks.guards import conditions, sample_tokens
 from visitlens.hooks.loading import code_sha256, load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer
 from visitlens.hooks.models.checkpoint import load_model as load_native
+from visitlens.hooks.models.checkpoint_files import sha256_of
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE

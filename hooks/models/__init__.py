@@ -1,0 +1,1 @@
+"""The native looped mixture-of-experts model and its checkpoint folder."""

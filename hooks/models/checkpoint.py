@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visitlens.errors import CheckpointError, InputError
-from visitlens.hooks.checkpoint_files import LOADER, brings_loader
+from visitlens.hooks.models.checkpoint_files import LOADER, brings_loader
 from visitlens.hooks.models.config import LoopedMoEConfig
 
 if TYPE_CHECKING:

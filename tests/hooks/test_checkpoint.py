@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from visitlens.errors import CheckpointError, InputError
-from visitlens.hooks.checkpoint_files import weights_sha256
 from visitlens.hooks.models.checkpoint import load_config, load_model, load_tokenizer, save_model
+from visitlens.hooks.models.checkpoint_files import weights_sha256
 from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
