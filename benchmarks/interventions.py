@@ -22,7 +22,7 @@ from machine import describe
 from peers import make_bridge, make_model
 
 import visitlens as vl
-from visitlens.hooks.generation import generate
+from visitlens.hooks.capture.generation import generate
 
 do = vl.do
 OURS: dict[str, tuple[Any, ...]] = {

@@ -30,7 +30,7 @@ import typer
 from interleaved import interleaved, spread
 
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 
 SITES = ("resid", "X", "attn_write", "moe_in", "moe_write")
 POINTS = ("hook_in", "ln1.hook_out", "attn.hook_out", "ln2.hook_out", "mlp.hook_out")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import VISITED, Captured
+from visitlens.hooks.capture.capture import VISITED, Captured
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES

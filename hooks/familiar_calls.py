@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.sites import check_sites
 from visitlens.hooks.intervene import intervene
 from visitlens.hooks.interventions.forward import At

@@ -16,7 +16,7 @@ from torch import Tensor
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.cache import cache_of
 from visitlens.hooks.adapters.family import bank_inputs
-from visitlens.hooks.capture import VISITED, Captured, capture
+from visitlens.hooks.capture.capture import VISITED, Captured, capture
 from visitlens.hooks.core.sites import SITES
 
 _NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks import schema
-from visitlens.hooks.capture import StepValues
+from visitlens.hooks.capture.capture import StepValues
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import ACTIVATION_SITES, check_sites, token_shape

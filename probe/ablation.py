@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.replay import replay_of
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.loop_plan import ExecutionPlan, visit_choices
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene

@@ -21,7 +21,7 @@ from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, pr
 from visitlens.probe.statistics.names import STAGES
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
 
 
 @cache

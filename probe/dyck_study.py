@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy

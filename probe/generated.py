@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.generation import check_generation, generate
-from visitlens.hooks.sampling import GREEDY, Sampling
+from visitlens.hooks.capture.generation import check_generation, generate
+from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 if TYPE_CHECKING:

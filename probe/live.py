@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError, MemoryLimitError
-from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.sites import token_shape
 from visitlens.probe.row_rule import RowRule
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.replay import Replay, around, layer_modules, replay_of
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.models.looped_moe import LoopedMoE
 

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RowRule:
-    """How a step's attention rows follow from its queries and keys: `hooks.attention_rule.AttentionRule`, of whole prompts."""
+    """How a step's attention rows follow from its queries and keys: `hooks.capture.attention_rule.AttentionRule`, of whole prompts."""
 
     scale: float
     window: int | None = None

@@ -19,6 +19,7 @@ import torch
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks import recorder
 from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
 from visitlens.hooks.guards import conditions, sample_tokens
@@ -31,7 +32,6 @@ from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
-from visitlens.hooks.sampling import GREEDY, Sampling
 from visitlens.hooks.shard_writer import ShardWriter
 from visitlens.hooks.shards import readable_bytes
 from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
@@ -55,7 +55,7 @@ class RunRequest:
     ends after the context it falls in.
 
     `generate` makes each document a prompt that the model continues by so many tokens at most, greedily at `temperature` 0, else
-    drawn with `temperature`, `top_p` and `seed` (`visitlens.hooks.sampling.Sampling`); `checks` runs the guards of an
+    drawn with `temperature`, `top_p` and `seed` (`visitlens.hooks.capture.sampling.Sampling`); `checks` runs the guards of an
     adapted model before it is recorded. `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
     side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
     """

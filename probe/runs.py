@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
-from visitlens.hooks.generation import generate
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervention import flatten

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten

@@ -15,7 +15,7 @@ from visitlens.hooks.adapters.cache import Cache, cache_of, takes_cache
 from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.observer import StepObserver
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import check_unbroken
 from visitlens.hooks.document_model import Change, DocumentModel, Part, check_return_type, read_out

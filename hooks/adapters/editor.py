@@ -12,7 +12,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.adapters.observer import StepObserver, in_place, recomputing, taken
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.document_model import Change
 

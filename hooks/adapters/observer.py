@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
 from visitlens.hooks.adapters.family import Inside, Read, Visited, bank_inputs
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import VISITED, Captured
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import VISITED, Captured
 from visitlens.hooks.core.sites import SITES, token_shape
 from visitlens.hooks.core.visit_clock import VisitClock
 

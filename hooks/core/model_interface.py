@@ -15,7 +15,7 @@ from visitlens.hooks.core.sites import SITES, check_sites
 if TYPE_CHECKING:
     import torch
 
-    from visitlens.hooks.capture import Captured
+    from visitlens.hooks.capture.capture import Captured
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import VISITED
+from visitlens.hooks.capture.capture import VISITED
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.kernels.segments import Segments
 
@@ -118,7 +118,7 @@ class Forward:
         if isinstance(choice, Generated):
             if self.prompt is None:
                 raise InputError(
-                    "no token was generated here: run the model with a cache (visitlens.hooks.generation.generate), or say where "
+                    "no token was generated here: run the model with a cache (visitlens.hooks.capture.generation.generate), or say where "
                     "the prompt ends, intervene(..., prompt=5)"
                 )
             if choice.numbers is None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.family import Family, Read
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.document_model import Change, DocumentModel

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks.capture import Captured
+from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import ModelFacts
 from visitlens.hooks.core.sites import SITES

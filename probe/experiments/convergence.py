@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.intervene import with_loop_count
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import site_means
 from visitlens.hooks.interventions.forward import Forward

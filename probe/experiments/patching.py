@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.intervene import Intervention, replace

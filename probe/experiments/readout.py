@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.intervene import replace
 from visitlens.probe.measure import Measure, StatArray

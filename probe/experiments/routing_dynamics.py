@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent

@@ -11,7 +11,7 @@ from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
     from visitlens.kernels.attention.rows import RowStatistics
 
 

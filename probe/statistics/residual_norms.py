@@ -8,7 +8,7 @@ from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
 
 
 def _norm(name: str, title: str, definition: str, paper: str, unit: str = "RMS") -> Measure:

@@ -13,7 +13,7 @@ from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
 from visitlens.probe.statistics.names import KV_STAGES, Q_STAGES, STAGES
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
 
 
 class StageCosine(Statistic):

@@ -11,7 +11,7 @@ from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenVa
 from visitlens.probe.statistics.names import COMPONENTS
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
 
 
 class TokenNormRatio(Statistic):

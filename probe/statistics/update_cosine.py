@@ -9,7 +9,7 @@ from visitlens.probe.measure import Measure
 from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture import StepValues
+    from visitlens.hooks.capture.capture import StepValues
 
 
 class UpdateCosine(Statistic):

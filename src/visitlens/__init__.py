@@ -21,7 +21,7 @@ _EXPORTS = {
     "StatArray": "visitlens.probe.measure",
     "VisitlensError": "visitlens.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
-    "capture": "visitlens.hooks.capture",
+    "capture": "visitlens.hooks.capture.capture",
     "dashboard": "visitlens.app.embedded",
     "from_nnsight": "visitlens.hooks.sources.nnsight",
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",

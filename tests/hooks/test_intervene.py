@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,

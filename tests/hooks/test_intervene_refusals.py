@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError, VisitlensError
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.intervene import (
     add,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.sites import ACTIVATION_SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, bytes_per_token, record

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.sampling import GREEDY, Sampling
+from visitlens.hooks.capture.sampling import GREEDY, Sampling
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.gradients import site_gradients
 from visitlens.hooks.intervene import intervene, scale, skip, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE

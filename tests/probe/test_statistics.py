@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured, StepValues
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import Captured, StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.schema import GroupTotals
 from visitlens.probe.collect import StatisticsCollector

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE

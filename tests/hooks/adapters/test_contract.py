@@ -10,8 +10,8 @@ import torch
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.sites import SITES
 
 Adapted = Callable[..., AdaptedModel]

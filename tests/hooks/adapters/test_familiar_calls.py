@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 
 TOKENS = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(3))
 

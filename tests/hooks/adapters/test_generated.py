@@ -10,9 +10,9 @@ import torch
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
-from visitlens.hooks.generation import capture_generation
-from visitlens.hooks.sampling import Sampling
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.generation import capture_generation
+from visitlens.hooks.capture.sampling import Sampling
 
 PROMPT = torch.tensor([[0, 5, 9, 14, 7], [0, 8, 4, 30, 11]])
 SITES = ("resid", "Q", "PV")

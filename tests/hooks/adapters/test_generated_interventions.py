@@ -12,9 +12,9 @@ from torch import Tensor
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.generation import capture_generation, generate
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.generation import capture_generation, generate
 from visitlens.hooks.intervene import site_means, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.documents import pack

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
-from visitlens.hooks.generation import generate
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.probe.collect import StatisticsCollector

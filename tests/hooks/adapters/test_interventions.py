@@ -12,8 +12,8 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
-from visitlens.hooks.attention_rule import AttentionRule
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,

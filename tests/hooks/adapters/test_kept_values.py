@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import Captured, capture
+from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES as SITES_OF_ALL
 
 TOKENS = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(3))

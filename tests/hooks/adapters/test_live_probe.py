@@ -22,7 +22,7 @@ from visitlens.app.registry import Registry
 from visitlens.errors import InputError
 from visitlens.hooks.adapters import replay
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.intervene import intervene, replace
 from visitlens.probe.figures.export import json_text
 from visitlens.probe.figures.theme import LIGHT

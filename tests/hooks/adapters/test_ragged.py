@@ -15,8 +15,8 @@ from torch import Tensor
 
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks.capture import StepValues, capture
-from visitlens.hooks.generation import capture_generation
+from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.schema import GroupTotals

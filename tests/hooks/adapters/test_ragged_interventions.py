@@ -10,7 +10,7 @@ from tests.hooks.adapters.test_ragged import SEGMENTS, TOKENS
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture import VISITED, Captured, capture
+from visitlens.hooks.capture.capture import VISITED, Captured, capture
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.intervene import (
     add,

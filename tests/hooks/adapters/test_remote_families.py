@@ -20,9 +20,9 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.adapters.huginn import Huginn
 from visitlens.hooks.adapters.moeut import MoEUT
-from visitlens.hooks.capture import StepValues, capture
+from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.generation import capture_generation
 from visitlens.hooks.guards import check
 from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.probe.inspection import describe

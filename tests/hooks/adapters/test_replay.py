@@ -12,7 +12,7 @@ from tests.hooks.adapters.remote_code.tiny_ragged import tiny_llama
 import visitlens as vl
 from visitlens.hooks.adapters import replay as module
 from visitlens.hooks.adapters.replay import Replay, layer_modules, replay_of
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 
 TOKENS = torch.randint(3, 40, (2, 14), generator=torch.Generator().manual_seed(5))
 SEGMENTS = torch.tensor([[0] * 6 + [1] * 8, [2] * 6 + [3] * 5 + [-1] * 3])

@@ -14,7 +14,7 @@ from torch import nn
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.copies import copied_layers, tie_copies
 
 Run = Callable[..., tuple[int, str, str]]

@@ -12,7 +12,7 @@ from torch import nn
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture import StepValues
+from visitlens.hooks.capture.capture import StepValues
 from visitlens.hooks.core.sites import SITES
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks.capture import VISITED, Captured, capture
+from visitlens.hooks.capture.capture import VISITED, Captured, capture
+from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.sampling import GREEDY, Sampling
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

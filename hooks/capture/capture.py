@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.attention_rule import AttentionRule, map_overlaps
+from visitlens.hooks.capture.attention_rule import AttentionRule, map_overlaps
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, check_model
 from visitlens.hooks.core.sites import SITES, Sizes, check_sites, token_shape
