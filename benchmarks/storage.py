@@ -26,7 +26,7 @@ import typer
 
 from visitlens.hooks import schema
 from visitlens.hooks.gate import open_gated, passed
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import committing
 
 STEPS, TOKENS, HEADS, HEAD_DIM = 12, 4096, 8, 64

@@ -18,7 +18,7 @@ import numpy as np
 from visitlens.errors import RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
-from visitlens.hooks.recording import committed_shards, first_overlap, read_manifest
+from visitlens.hooks.recording.read.recording import committed_shards, first_overlap, read_manifest
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import commit_json, committing
 from visitlens.hooks.text.packed_tokens import PackedTokens

@@ -17,7 +17,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.gate import passed
 from visitlens.hooks.ledger import all_documents, in_groups_of, read_shard, write_caches
-from visitlens.hooks.recording import Recording, check_entry, first_overlap
+from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, committing, sole_writer
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.hooks import schema
 from visitlens.hooks.ledger import check_hashes
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
 from visitlens.hooks.untrusted import held
 

@@ -21,7 +21,7 @@ from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.ledger import Ledger, Shard, in_groups_of, read_shard
 from visitlens.hooks.object_store import ObjectStore
-from visitlens.hooks.recording import SHARD_NAME, read_manifest
+from visitlens.hooks.recording.read.recording import SHARD_NAME, read_manifest
 from visitlens.hooks.untrusted import MAX_JSON_BYTES
 
 

@@ -19,7 +19,13 @@ from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE
 from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_url
-from visitlens.hooks.recording import SHARD_NAME, Recording, committed_shards, first_overlap, read_manifest
+from visitlens.hooks.recording.read.recording import (
+    SHARD_NAME,
+    Recording,
+    committed_shards,
+    first_overlap,
+    read_manifest,
+)
 from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, sole_writer, sync_folder, wait_for_workers
 

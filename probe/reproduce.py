@@ -23,7 +23,7 @@ from typing import Any
 import visitlens
 from visitlens.errors import InputError, RecordingError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import weight_files
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.probe.figures.export import json_text, write_file
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid

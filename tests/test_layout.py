@@ -28,7 +28,7 @@ READING_PATH = (
     "hooks.text.packed_tokens",
     "hooks.schema",
     "hooks.shards",
-    "hooks.recording",
+    "hooks.recording.read.recording",
     "probe.measure",
     "probe.bootstrap",
     "probe.opened",

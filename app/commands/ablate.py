@@ -56,7 +56,7 @@ def ablate(
 
     The model is read as it was recorded (--steps, --state-seed, --family, --tie-copies); only --trust-remote-code is said again.
     """
-    from visitlens.hooks.recording import Recording
+    from visitlens.hooks.recording.read.recording import Recording
     from visitlens.probe.loaded import check_text, checkpoint
 
     Recording(recording)  # says what is wrong with it, and of the checkpoint, before torch is imported

@@ -19,7 +19,7 @@ from visitlens.errors import StorageError
 from visitlens.hooks import fetch_cache
 from visitlens.hooks.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
 from visitlens.hooks.object_store import ObjectStore
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import validate
 
 Run = Callable[..., tuple[int, str, str]]
@@ -165,7 +165,7 @@ def test_what_is_read_is_left_until_nobody_reads_it(run: Run, stored: str, tmp_p
     del recording
     assert not empty(copies()[0]) and copied.totals and copied.token_table()["id"].size
     del copied
-    code = "import sys; from visitlens.hooks.recording import Recording as R; r = R(sys.argv[1]); print('', flush=True); input()"
+    code = "import sys; from visitlens.hooks.recording.read.recording import Recording as R; r = R(sys.argv[1]); print('', flush=True); input()"
     assert empty(copies()[0]) and files() == set()
     folder = tmp_path / "on-disk"  # a store that another process sees, too
     copy_of(stored, folder)

@@ -15,7 +15,7 @@ import visitlens
 from visitlens.errors import RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.pack import unpack
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import validate
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -23,7 +23,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks import schema
 from visitlens.hooks.chunks import fletcher32
 from visitlens.hooks.gate import open_gated, passed
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import check_file
 from visitlens.probe.opened import RecordedRun
 

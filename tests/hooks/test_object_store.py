@@ -18,7 +18,7 @@ from visitlens.errors import InputError, RecordingError, StorageError, Unavailab
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore, is_url
 from visitlens.hooks.pull import pull
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import validate
 
 MEASURES = ("resid_rms", "sink_mass")

@@ -23,7 +23,7 @@ from visitlens.app.registry import Registry
 from visitlens.errors import StorageError
 from visitlens.hooks.lease import LEASE, Lease
 from visitlens.hooks.object_store import ObjectStore
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import validate
 from visitlens.probe.workers import _Crew, _Worker
 

@@ -20,7 +20,7 @@ from visitlens.errors import InputError, RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.merge import merge
 from visitlens.hooks.pack import pack, unpack
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import sole_writer
 from visitlens.hooks.validate import check_file, repair, validate
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 

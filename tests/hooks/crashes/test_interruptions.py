@@ -27,7 +27,7 @@ import visitlens
 from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks import schema
 from visitlens.hooks.merge import merge
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.hooks.validate import repair, validate

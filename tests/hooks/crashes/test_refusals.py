@@ -17,7 +17,7 @@ import visitlens
 from visitlens.errors import InputError, RecordingError, StorageError, VisitlensError
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 

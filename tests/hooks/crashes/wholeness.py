@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from visitlens.hooks.recording import Recording
+from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 

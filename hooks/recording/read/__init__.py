@@ -1,0 +1,1 @@
+"""Reading a recording, finished or not."""
