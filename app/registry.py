@@ -16,7 +16,7 @@ from threading import RLock
 from visitlens.errors import InputError, RecordingError, StorageError
 from visitlens.hooks.fetch_cache import fetched_folder
 from visitlens.hooks.object_store import is_url
-from visitlens.hooks.schema import MANIFEST, SUMMARY
+from visitlens.hooks.recording.format.schema import MANIFEST, SUMMARY
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid
 from visitlens.probe.opened import RecordedRun

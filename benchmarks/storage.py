@@ -24,8 +24,8 @@ import h5py
 import numpy as np
 import typer
 
-from visitlens.hooks import schema
-from visitlens.hooks.gate import open_gated, passed
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.gate import open_gated, passed
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import committing
 

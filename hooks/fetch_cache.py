@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from visitlens.errors import InputError, StorageError
-from visitlens.hooks import schema
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.shards import storage_error
 
 ADDRESS = "address"

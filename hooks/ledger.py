@@ -16,13 +16,13 @@ import h5py
 import numpy as np
 
 from visitlens.errors import RecordingError
-from visitlens.hooks import schema
-from visitlens.hooks.gate import passed
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.gate import passed
+from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import committed_shards, first_overlap, read_manifest
-from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import commit_json, committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.hooks.untrusted import held
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks import schema
-from visitlens.hooks.gate import passed
 from visitlens.hooks.ledger import all_documents, in_groups_of, read_shard, write_caches
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.gate import passed
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
-from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, committing, sole_writer
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)

@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from visitlens.errors import InputError, RecordingError, StorageError
-from visitlens.hooks import schema
 from visitlens.hooks.fetched import download, download_head
 from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording, read_manifest
 from visitlens.hooks.shards import check_room, storage_error, sync_folder
 

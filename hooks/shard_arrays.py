@@ -8,11 +8,11 @@ import h5py
 import numpy as np
 import torch
 
-from visitlens.hooks import schema
+from visitlens.hooks.recording.format import schema
 
 if TYPE_CHECKING:
     from visitlens.hooks.ledger import ShardTask
-    from visitlens.hooks.schema import GroupTotals
+    from visitlens.hooks.recording.format.schema import GroupTotals
 
 
 class ShardArrays:

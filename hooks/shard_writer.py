@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks import schema
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import replay
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.object_store import ObjectStore
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
 from visitlens.hooks.shards import committing

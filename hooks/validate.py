@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks import schema
 from visitlens.hooks.fetched import download_head
-from visitlens.hooks.gate import passed
 from visitlens.hooks.lease import LEASE
 from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_url
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.gate import passed
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import (
     SHARD_NAME,
     Recording,
@@ -26,7 +27,6 @@ from visitlens.hooks.recording.read.recording import (
     first_overlap,
     read_manifest,
 )
-from visitlens.hooks.schema import GroupTotals
 from visitlens.hooks.shards import check_room, sole_writer, sync_folder, wait_for_workers
 
 PROVENANCE = ("weights_sha256", "command", "created", "versions")

@@ -13,9 +13,9 @@ import torch
 
 import visitlens
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks import schema
 from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
+from visitlens.hooks.recording.format import schema
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks import schema
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.untrusted import read_json, real_folder
 from visitlens.hooks.shards import commit
-from visitlens.hooks.untrusted import read_json, real_folder
 from visitlens.probe.grouped import (
     VERSION,
     Grouped,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.probe import statistics as _folder
 from visitlens.probe.measure import Measure
 from visitlens.probe.phases import DECODE

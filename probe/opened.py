@@ -17,8 +17,8 @@ import numpy as np
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.schema import GroupTotals
 from visitlens.probe import analyses
 from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measure import Measure, StatArray

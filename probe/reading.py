@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from visitlens.errors import InputError
-from visitlens.hooks import schema
+from visitlens.hooks.recording.format import schema
 from visitlens.probe.opened import RecordedRun
 
 

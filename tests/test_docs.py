@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.hooks.describe import format_page
+from visitlens.hooks.recording.format.format_page import format_page
 from visitlens.probe.describe import measures_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +23,7 @@ def test_the_measures_page_is_generated_from_the_measures() -> None:
 
 def test_the_page_of_the_recording_format_is_generated_from_schema_and_gate() -> None:
     page = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
-    assert page == format_page(), "run: python -m visitlens.hooks.describe > docs/recording.md"
+    assert page == format_page(), "run: python -m visitlens.hooks.recording.format.format_page > docs/recording.md"
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ READING_PATH = (
     "hooks.core.visit_clock",
     "hooks.core.sites",
     "hooks.text.packed_tokens",
-    "hooks.schema",
+    "hooks.recording.format.schema",
     "hooks.shards",
     "hooks.recording.read.recording",
     "probe.measure",

@@ -22,8 +22,8 @@ def fetched(
 
     from visitlens.app.console import console, counted, plain
     from visitlens.hooks.fetch_cache import chosen, empty, fetched_folder, total_bytes
+    from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.shards import readable_bytes
-    from visitlens.hooks.untrusted import printable
 
     found = chosen(addresses or (), older_than)
     size = readable_bytes(total_bytes(found))

@@ -14,8 +14,8 @@ def info(
     measures: Annotated[bool, typer.Option("--measures", help="List every measure with its definition.")] = False,
 ) -> None:
     """Say what a recording holds and where it comes from. Exit code 1 where shards are missing or cut."""
+    from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.shards import readable_bytes
-    from visitlens.hooks.untrusted import printable
     from visitlens.probe.opened import open as open_recording
 
     rec = open_recording(recording)

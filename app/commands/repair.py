@@ -17,7 +17,7 @@ def repair(
     ] = False,
 ) -> None:
     """Rebuild manifest and summary from the shards, which are the truth."""
-    from visitlens.hooks.untrusted import printable
+    from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.validate import repair as rebuild
 
     report = rebuild(path, set_aside=set_aside)

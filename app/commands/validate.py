@@ -17,7 +17,7 @@ def validate(
 
     Exit code 0: whole. 1: damaged, or refused. 2: a wrong command line. 3: sound but unfinished.
     """
-    from visitlens.hooks.untrusted import printable
+    from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.validate import validate as check
 
     report = check(path, quick=quick)

@@ -15,8 +15,8 @@ from visitlens.errors import RecordingError
 from visitlens.hooks.lease import LEASE
 from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.pull import pull
+from visitlens.hooks.recording.format.schema import check_run
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.schema import check_run
 from visitlens.hooks.validate import validate
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import pair_grid

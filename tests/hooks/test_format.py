@@ -13,8 +13,8 @@ import torch
 
 import visitlens
 from visitlens.errors import RecordingError
-from visitlens.hooks import schema
 from visitlens.hooks.pack import unpack
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import validate
 

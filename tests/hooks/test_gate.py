@@ -20,9 +20,9 @@ from tests.hooks.hostile import HOSTILE, compiled_plugin
 
 import visitlens
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks import schema
-from visitlens.hooks.chunks import fletcher32
-from visitlens.hooks.gate import open_gated, passed
+from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.chunks import fletcher32
+from visitlens.hooks.recording.format.gate import open_gated, passed
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.validate import check_file
 from visitlens.probe.opened import RecordedRun

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError, RecordingError, StorageError
-from visitlens.hooks import schema
 from visitlens.hooks.merge import merge
 from visitlens.hooks.pack import pack, unpack
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import sole_writer
 from visitlens.hooks.validate import check_file, repair, validate

@@ -11,7 +11,7 @@ import pytest
 import visitlens
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
-from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.probe.measure import Measure
 from visitlens.probe.opened import RecordedRun, step_label
 

@@ -20,7 +20,7 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import registered
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
-from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.statistics.base import Geometry
 

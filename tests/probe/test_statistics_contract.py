@@ -16,7 +16,7 @@ from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.schema import GroupTotals
+from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import StatisticsCollector, registered
 from visitlens.probe.measure import Measure

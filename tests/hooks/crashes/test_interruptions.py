@@ -25,8 +25,8 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 
 import visitlens
 from visitlens.errors import RecordingError, StorageError
-from visitlens.hooks import schema
 from visitlens.hooks.merge import merge
+from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.shards import committing
 from visitlens.hooks.text.packed_tokens import PackedTokens

@@ -22,11 +22,11 @@ import h5py
 import numpy as np
 
 from visitlens.errors import RecordingError
-from visitlens.hooks.untrusted import parse_json
+from visitlens.hooks.recording.format.untrusted import parse_json
 
 if TYPE_CHECKING:
-    from visitlens.hooks.chunks import StoredArray
-    from visitlens.hooks.gate import Gated
+    from visitlens.hooks.recording.format.chunks import StoredArray
+    from visitlens.hooks.recording.format.gate import Gated
 
 FORMAT = "visitlens-recording"
 SCHEMA_VERSION = "1.2.0"

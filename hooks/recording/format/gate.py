@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from visitlens.hooks import schema  # sets HDF5_PLUGIN_PRELOAD: before h5py
+from visitlens.hooks.recording.format import schema
 
 import h5py  # isort: skip
 import numpy as np
@@ -26,7 +26,7 @@ from h5py import h5a, h5d, h5f, h5l, h5o, h5pl, h5s, h5t  # pyright: ignore (its
 from h5py._objects import phil
 
 from visitlens.errors import RecordingError
-from visitlens.hooks.chunks import (
+from visitlens.hooks.recording.format.chunks import (
     DEFLATE,
     FLETCHER32,
     SHUFFLE,
@@ -36,7 +36,7 @@ from visitlens.hooks.chunks import (
     filters_of,
     read_exactly,
 )
-from visitlens.hooks.untrusted import held
+from visitlens.hooks.recording.format.untrusted import held
 
 MAX_DEPTH, MAX_OBJECTS, MAX_ATTRIBUTES = 4, 4096, 32
 MAX_ATTRIBUTE_BYTES = 2**20

@@ -1,16 +1,16 @@
 """Writes docs/recording.md from the schema and the gate themselves.
 
-python -m visitlens.hooks.describe > docs/recording.md
+python -m visitlens.hooks.recording.format.format_page > docs/recording.md
 """
 
 from __future__ import annotations
 
-from visitlens.hooks import gate, schema
-from visitlens.hooks.untrusted import MAX_JSON_BYTES, MAX_JSON_NODES
+from visitlens.hooks.recording.format import gate, schema
+from visitlens.hooks.recording.format.untrusted import MAX_JSON_BYTES, MAX_JSON_NODES
 
 _HEAD = """# The recording format, version {version}
 
-Generated from the code by `python -m visitlens.hooks.describe`.
+Generated from the code by `python -m visitlens.hooks.recording.format.format_page`.
 
     run.vlens/
       manifest.json        a cache over the shards: name, bytes, sha256, token and context range of each; the run's description
