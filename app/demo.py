@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from visitlens.hooks.fetch_cache import cache_folder
+from visitlens.hooks.recording.store.fetch_cache import cache_folder
 from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
 from visitlens.probe.opened import open as open_recording
 

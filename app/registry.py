@@ -14,9 +14,9 @@ from pathlib import Path
 from threading import RLock
 
 from visitlens.errors import InputError, RecordingError, StorageError
-from visitlens.hooks.fetch_cache import fetched_folder
-from visitlens.hooks.object_store import is_url
 from visitlens.hooks.recording.format.schema import MANIFEST, SUMMARY
+from visitlens.hooks.recording.store.fetch_cache import fetched_folder
+from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid
 from visitlens.probe.opened import RecordedRun

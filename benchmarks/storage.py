@@ -27,7 +27,7 @@ import typer
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import open_gated, passed
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.shards import committing
+from visitlens.hooks.recording.store.commit import committing
 
 STEPS, TOKENS, HEADS, HEAD_DIM = 12, 4096, 8, 64
 MATRIX = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)

@@ -21,7 +21,7 @@ from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import committed_shards, first_overlap, read_manifest
-from visitlens.hooks.shards import commit_json, committing
+from visitlens.hooks.recording.store.commit import commit_json, committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 

@@ -19,7 +19,7 @@ from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
-from visitlens.hooks.shards import check_room, committing, sole_writer
+from visitlens.hooks.recording.store.commit import check_room, committing, sole_writer
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np

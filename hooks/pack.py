@@ -19,7 +19,7 @@ from visitlens.hooks.ledger import check_hashes
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.shards import check_room, storage_error, sync_folder
+from visitlens.hooks.recording.store.commit import check_room, storage_error, sync_folder
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 from visitlens.errors import InputError, RecordingError, StorageError
-from visitlens.hooks.fetched import download, download_head
-from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording, read_manifest
-from visitlens.hooks.shards import check_room, storage_error, sync_folder
+from visitlens.hooks.recording.store.commit import check_room, storage_error, sync_folder
+from visitlens.hooks.recording.store.fetched_copies import download, download_head
+from visitlens.hooks.recording.store.object_store import ObjectStore
 
 
 def pull(url: str, out: Path) -> Path:

@@ -17,11 +17,11 @@ from visitlens.hooks.capture.generation import replay
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.ledger import Shard, ShardTask
-from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.store.commit import committing
+from visitlens.hooks.recording.store.object_store import ObjectStore
 from visitlens.hooks.remote_ledger import put_shard
 from visitlens.hooks.shard_arrays import ShardArrays
-from visitlens.hooks.shards import committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:

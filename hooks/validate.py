@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.fetched import download_head
-from visitlens.hooks.lease import LEASE
 from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
-from visitlens.hooks.object_store import PULL_FIRST, ObjectStore, is_url, was_url
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.schema import GroupTotals
@@ -27,7 +24,10 @@ from visitlens.hooks.recording.read.recording import (
     first_overlap,
     read_manifest,
 )
-from visitlens.hooks.shards import check_room, sole_writer, sync_folder, wait_for_workers
+from visitlens.hooks.recording.store.commit import check_room, sole_writer, sync_folder, wait_for_workers
+from visitlens.hooks.recording.store.fetched_copies import download_head
+from visitlens.hooks.recording.store.lease import LEASE
+from visitlens.hooks.recording.store.object_store import PULL_FIRST, ObjectStore, is_url, was_url
 
 PROVENANCE = ("weights_sha256", "command", "created", "versions")
 

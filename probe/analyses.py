@@ -20,7 +20,7 @@ import numpy as np
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import read_json, real_folder
-from visitlens.hooks.shards import commit
+from visitlens.hooks.recording.store.commit import commit
 from visitlens.probe.grouped import (
     VERSION,
     Grouped,

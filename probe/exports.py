@@ -13,7 +13,7 @@ import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES
-from visitlens.hooks.shards import storage_error
+from visitlens.hooks.recording.store.commit import storage_error
 from visitlens.probe.measure import StatArray
 from visitlens.probe.opened import RecordedRun, step_label
 

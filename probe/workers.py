@@ -20,7 +20,7 @@ from visitlens.errors import RecordingError, VisitlensError
 from visitlens.hooks.ledger import Ledger, ShardTask, read_shard
 from visitlens.hooks.recorder import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.recording.format.schema import SHARDS
-from visitlens.hooks.shards import sole_writer
+from visitlens.hooks.recording.store.commit import sole_writer
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.processes import context, orphaned
 

@@ -27,7 +27,7 @@ READING_PATH = (
     "hooks.core.sites",
     "hooks.text.packed_tokens",
     "hooks.recording.format.schema",
-    "hooks.shards",
+    "hooks.recording.store.commit",
     "hooks.recording.read.recording",
     "probe.measure",
     "probe.bootstrap",

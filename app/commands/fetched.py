@@ -21,9 +21,9 @@ def fetched(
     from datetime import datetime
 
     from visitlens.app.console import console, counted, plain
-    from visitlens.hooks.fetch_cache import chosen, empty, fetched_folder, total_bytes
     from visitlens.hooks.recording.format.untrusted import printable
-    from visitlens.hooks.shards import readable_bytes
+    from visitlens.hooks.recording.store.commit import readable_bytes
+    from visitlens.hooks.recording.store.fetch_cache import chosen, empty, fetched_folder, total_bytes
 
     found = chosen(addresses or (), older_than)
     size = readable_bytes(total_bytes(found))

@@ -18,9 +18,9 @@ def pack(
     """Write a recording into one file, for sharing: .tar.zst where zstandard is installed, else .tar.gz."""
     from importlib.util import find_spec
 
-    from visitlens.hooks.object_store import is_url
     from visitlens.hooks.pack import pack as write
-    from visitlens.hooks.shards import readable_bytes
+    from visitlens.hooks.recording.store.commit import readable_bytes
+    from visitlens.hooks.recording.store.object_store import is_url
 
     suffix = ".tar.zst" if find_spec("zstandard") else ".tar.gz"
     beside = Path(recording.rstrip("/").rpartition("/")[2] if is_url(recording) else recording)

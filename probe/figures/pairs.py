@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from visitlens.errors import InputError, VisitlensError
-from visitlens.hooks.object_store import is_url
+from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.grid import Grid, GridCell, selected
 from visitlens.probe.opened import RecordedRun

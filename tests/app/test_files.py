@@ -19,7 +19,7 @@ import pytest
 
 import visitlens as vl
 from visitlens.errors import InputError
-from visitlens.hooks.fetch_cache import cache_folder
+from visitlens.hooks.recording.store.fetch_cache import cache_folder
 
 
 @pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])

@@ -9,9 +9,9 @@ from typing import Any
 import fsspec
 import pytest
 
-from visitlens.hooks.lease import Lease
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.recording.store.lease import Lease
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 

@@ -16,10 +16,10 @@ import pytest
 
 from visitlens.app.registry import Registry
 from visitlens.errors import StorageError
-from visitlens.hooks import fetch_cache
-from visitlens.hooks.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
-from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.store import fetch_cache
+from visitlens.hooks.recording.store.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
+from visitlens.hooks.recording.store.object_store import ObjectStore
 from visitlens.hooks.validate import validate
 
 Run = Callable[..., tuple[int, str, str]]

@@ -12,11 +12,11 @@ import pytest
 import visitlens as vl
 from visitlens.app.registry import Registry
 from visitlens.errors import RecordingError
-from visitlens.hooks.lease import LEASE
-from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.pull import pull
 from visitlens.hooks.recording.format.schema import check_run
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.store.lease import LEASE
+from visitlens.hooks.recording.store.object_store import ObjectStore
 from visitlens.hooks.validate import validate
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import pair_grid
@@ -164,7 +164,7 @@ def test_the_dashboard_takes_an_address(stored: str, local: Path) -> None:
 def test_what_is_larger_than_a_reader_takes_is_not_fetched(
     stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("visitlens.hooks.fetched.MAX_UNPACKED", 100)
+    monkeypatch.setattr("visitlens.hooks.recording.store.fetched_copies.MAX_UNPACKED", 100)
     for way in (lambda: pull(stored, tmp_path / "copy.vlens"), lambda: validate(stored)):
         with pytest.raises(RecordingError, match=r"summary\.h5: [\d,]+ bytes; expected at most 100"):
             way()

@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 
 from visitlens.errors import StorageError
-from visitlens.hooks import lease as leases
-from visitlens.hooks.lease import LEASE, Lease
-from visitlens.hooks.object_store import ObjectStore
-from visitlens.hooks.shards import sole_writer
+from visitlens.hooks.recording.store import lease as leases
+from visitlens.hooks.recording.store.commit import sole_writer
+from visitlens.hooks.recording.store.lease import LEASE, Lease
+from visitlens.hooks.recording.store.object_store import ObjectStore
 
-SIGN = "import json; from visitlens.hooks.lease import _process; print(json.dumps(_process()), flush=True); input()"
+SIGN = "import json; from visitlens.hooks.recording.store.lease import _process; print(json.dumps(_process()), flush=True); input()"
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/ns/pid").exists(), reason="only Linux tells whether a process lives"

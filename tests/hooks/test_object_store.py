@@ -15,10 +15,10 @@ import pytest
 from tests.hooks.crashes.wholeness import Crash, crash_after
 
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
-from visitlens.hooks.lease import LEASE, Lease
-from visitlens.hooks.object_store import ObjectStore, is_url
 from visitlens.hooks.pull import pull
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.store.lease import LEASE, Lease
+from visitlens.hooks.recording.store.object_store import ObjectStore, is_url
 from visitlens.hooks.validate import validate
 
 MEASURES = ("resid_rms", "sink_mass")
@@ -109,7 +109,7 @@ def test_a_second_writer_is_refused_and_a_dead_one_replaced(
         monkeypatch.context() as patched
     ):  # who waits for a sign of life has a clock that lets even a busy machine give it
         slow = SimpleNamespace(monotonic=lambda: time.monotonic() / 300, sleep=time.sleep)
-        patched.setattr("visitlens.hooks.lease.time", slow)
+        patched.setattr("visitlens.hooks.recording.store.lease.time", slow)
         with Lease(store) as lease:
             with pytest.raises(StorageError, match="another process is writing this recording"):
                 put()
@@ -125,7 +125,8 @@ def test_of_many_that_replace_a_dead_writer_one_has_it(url: str, monkeypatch: py
     monkeypatch.setattr(Lease, "beat", 1000.0)  # nobody renews meanwhile
     clock = itertools.count(step=1000)
     monkeypatch.setattr(
-        "visitlens.hooks.lease.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+        "visitlens.hooks.recording.store.lease.time",
+        SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None),
     )
     ObjectStore(url).put(LEASE, json.dumps({"owner": "killed", "beat": 3}).encode())
     put, together, decided = ObjectStore.put, threading.Barrier(4, timeout=300), threading.Event()

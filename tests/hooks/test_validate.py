@@ -21,7 +21,7 @@ from visitlens.hooks.merge import merge
 from visitlens.hooks.pack import pack, unpack
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.shards import sole_writer
+from visitlens.hooks.recording.store.commit import sole_writer
 from visitlens.hooks.validate import check_file, repair, validate
 
 MEASURES = ("resid_rms", "sink_mass", "expert_transitions")

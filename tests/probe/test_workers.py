@@ -19,7 +19,7 @@ import pytest
 from visitlens.errors import InputError, StorageError
 from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.shards import readable_bytes
+from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.validate import validate
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.processes import context

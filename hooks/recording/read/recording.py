@@ -20,12 +20,12 @@ import numpy as np
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES, check_sites
-from visitlens.hooks.fetched import Fetched
-from visitlens.hooks.object_store import PULL_FIRST, is_url, was_url
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import Gated, open_gated, passed
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.format.untrusted import read_json, real_folder
+from visitlens.hooks.recording.store.fetched_copies import Fetched
+from visitlens.hooks.recording.store.object_store import PULL_FIRST, is_url, was_url
 
 SHARD_NAME = re.compile(r"w\d{2,4}-\d{6,12}\.h5")
 _ANALYSIS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}\.json")

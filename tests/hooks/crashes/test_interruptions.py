@@ -28,7 +28,7 @@ from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks.merge import merge
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.shards import committing
+from visitlens.hooks.recording.store.commit import committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.hooks.validate import repair, validate
 
@@ -362,7 +362,7 @@ def test_a_full_disk_gives_one_error_and_keeps_the_shards(
         return Usage(10**12, 0, 1000 if full else 10**12)
 
     with monkeypatch.context() as patched:
-        patched.setattr("visitlens.hooks.shards.shutil.disk_usage", usage)
+        patched.setattr("visitlens.hooks.recording.store.commit.shutil.disk_usage", usage)
         with pytest.raises(
             StorageError, match=r"1\.0 kB free\. Free some space and run the same command again"
         ) as caught:
@@ -376,7 +376,9 @@ def test_a_disk_too_small_is_said_before_anything_is_computed(
     resume, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr("visitlens.hooks.shards.shutil.disk_usage", lambda folder: Usage(10**9, 0, 10**6))
+    monkeypatch.setattr(
+        "visitlens.hooks.recording.store.commit.shutil.disk_usage", lambda folder: Usage(10**9, 0, 10**6)
+    )
     with pytest.raises(StorageError, match=r"to write, 1\.0 MB free"):
         resume(tmp_path / "r.vlens", on_progress=lambda done, total: seen.append(done))
     assert not seen and not list(tmp_path.rglob("*.h5"))

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.errors import RecordingError
-from visitlens.hooks.fetch_cache import InUse, fetched_folder
-from visitlens.hooks.object_store import ObjectStore
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import MAX_UNPACKED, passed
 from visitlens.hooks.recording.format.untrusted import MAX_JSON_BYTES, parse_json
-from visitlens.hooks.shards import check_room, commit, readable_bytes, storage_error
+from visitlens.hooks.recording.store.commit import check_room, commit, readable_bytes, storage_error
+from visitlens.hooks.recording.store.fetch_cache import InUse, fetched_folder
+from visitlens.hooks.recording.store.object_store import ObjectStore
 
 _TRIES = 3  # while a writer replaces summary and manifest
 _log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.errors import StorageError
-from visitlens.hooks.object_store import ObjectStore
-from visitlens.hooks.shards import wait_for_workers
+from visitlens.hooks.recording.store.commit import wait_for_workers
+from visitlens.hooks.recording.store.object_store import ObjectStore
 
 LEASE = "writer.lease"
 _log = logging.getLogger(__name__)

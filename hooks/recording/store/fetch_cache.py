@@ -21,7 +21,7 @@ from pathlib import Path
 
 from visitlens.errors import InputError, StorageError
 from visitlens.hooks.recording.format import schema
-from visitlens.hooks.shards import storage_error
+from visitlens.hooks.recording.store.commit import storage_error
 
 ADDRESS = "address"
 _TRIES = 100
