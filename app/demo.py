@@ -55,7 +55,7 @@ def _ablate(recording: Path) -> None:
 
 
 def _record(side: str, out: Path) -> None:
-    from visitlens.hooks.recorder import RecordingOptions
+    from visitlens.hooks.recording.write.record import RecordingOptions
     from visitlens.probe.run import PreparedRun, RunRequest
 
     maps = side == "maps"

@@ -31,7 +31,7 @@ from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.figures.images import find_browser

@@ -28,7 +28,7 @@ from interleaved import interleaved, spread
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import PackedTokens, pack
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.collect import StatisticsCollector

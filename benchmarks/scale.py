@@ -23,8 +23,8 @@ from typing import Annotated, Any
 
 import typer
 
-from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.hooks.text.documents import read_documents
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.run import PreparedRun, RunRequest

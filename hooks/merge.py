@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.ledger import all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.recording.store.commit import check_room, committing, sole_writer
+from visitlens.hooks.recording.write.ledger import all_documents, in_groups_of, read_shard, write_caches
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np

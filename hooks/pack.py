@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
-from visitlens.hooks.ledger import check_hashes
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import check_room, storage_error, sync_folder
+from visitlens.hooks.recording.write.ledger import check_hashes
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.schema import GroupTotals
@@ -28,6 +27,7 @@ from visitlens.hooks.recording.store.commit import check_room, sole_writer, sync
 from visitlens.hooks.recording.store.fetched_copies import download_head
 from visitlens.hooks.recording.store.lease import LEASE
 from visitlens.hooks.recording.store.object_store import PULL_FIRST, ObjectStore, is_url, was_url
+from visitlens.hooks.recording.write.ledger import Shard, all_documents, in_groups_of, read_shard, write_caches
 
 PROVENANCE = ("weights_sha256", "command", "created", "versions")
 

@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import RecordingError, UnavailableError, VisitlensError
-from visitlens.hooks.ledger import Shard, ShardTask
-from visitlens.hooks.recorder import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.recording.format.schema import SHARDS
-from visitlens.hooks.shard_writer import ShardWriter
+from visitlens.hooks.recording.write.ledger import Shard, ShardTask
+from visitlens.hooks.recording.write.record import interrupt_between_contexts, open_ledger, tokens_per_shard
+from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:

@@ -211,7 +211,7 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     began = time.process_time()
     try:
         from visitlens.hooks.loading import model_type, resolve
-        from visitlens.hooks.recorder import RecordingOptions
+        from visitlens.hooks.recording.write.record import RecordingOptions
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.dyck_study import DyckSettings
         from visitlens.probe.run import PreparedRun, RunRequest

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks import recorder
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
@@ -30,10 +29,11 @@ from visitlens.hooks.models.checkpoint_files import sha256_of
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, bytes_per_token
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.store.object_store import is_url
-from visitlens.hooks.shard_writer import ShardWriter
+from visitlens.hooks.recording.write import record as recorder
+from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token
+from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts

@@ -17,10 +17,10 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import RecordingError, VisitlensError
-from visitlens.hooks.ledger import Ledger, ShardTask, read_shard
-from visitlens.hooks.recorder import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.recording.format.schema import SHARDS
 from visitlens.hooks.recording.store.commit import sole_writer
+from visitlens.hooks.recording.write.ledger import Ledger, ShardTask, read_shard
+from visitlens.hooks.recording.write.record import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.processes import context, orphaned
 

@@ -17,7 +17,7 @@ from tests import made_up
 from visitlens.app.cli import main
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe import analyses

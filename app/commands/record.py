@@ -77,8 +77,8 @@ def record(
     folder = loaded.checkpoint(checkpoint)  # a mistyped path is told before torch is imported
     loaded.check_text(text)
     with loading("torch"):
-        from visitlens.hooks.recorder import RecordingOptions
         from visitlens.hooks.recording.store.object_store import is_url
+        from visitlens.hooks.recording.write.record import RecordingOptions
         from visitlens.probe.ranks import ranks
         from visitlens.probe.run import RunRequest
 

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording.store.lease import Lease
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from visitlens.errors import RecordingError
-from visitlens.hooks.ledger import Ledger, Shard
+from visitlens.hooks.recording.write.ledger import Ledger, Shard
 
 
 def shard(ledger: Ledger, worker: int, seq: int, start: int, stop: int) -> Shard:

@@ -15,8 +15,8 @@ import pytest
 from tests.planted import HEAD, LAYER, plant
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording.format import untrusted
+from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.probe.ablation_run import ablate
 from visitlens.probe.analyses import DyckStudy, store
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head

@@ -24,8 +24,8 @@ from visitlens.hooks.models import checkpoint
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.expert_parallel import share
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.hooks.validate import validate
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
 from visitlens.probe import ranks as ranks_module

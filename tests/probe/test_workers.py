@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError, StorageError
-from visitlens.hooks.recorder import RecordingOptions
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
+from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.hooks.validate import validate
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.processes import context

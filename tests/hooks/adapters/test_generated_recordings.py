@@ -18,7 +18,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.models.checkpoint import save_model
-from visitlens.hooks.recorder import RecordingOptions, record
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts
 from visitlens.probe.opened import RecordedRun

@@ -18,8 +18,8 @@ from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.guards import check
-from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.opened import RecordedRun

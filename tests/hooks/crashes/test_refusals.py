@@ -16,8 +16,8 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 import visitlens
 from visitlens.errors import InputError, RecordingError, StorageError, VisitlensError
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recorder import RecordingOptions, record
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.opened import RecordedRun
 

@@ -16,17 +16,17 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import replay
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.ledger import Shard, ShardTask
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.store.commit import committing
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.hooks.remote_ledger import put_shard
-from visitlens.hooks.shard_arrays import ShardArrays
+from visitlens.hooks.recording.write.ledger import Shard, ShardTask
+from visitlens.hooks.recording.write.remote_ledger import put_shard
+from visitlens.hooks.recording.write.shard_arrays import ShardArrays
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
-    from visitlens.hooks.recorder import RecordingOptions, TokenStatistics
+    from visitlens.hooks.recording.write.record import RecordingOptions, TokenStatistics
 
 
 def dtype_of(model: Any) -> torch.dtype:

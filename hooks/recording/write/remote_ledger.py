@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import RecordingError, StorageError
-from visitlens.hooks.ledger import Ledger, Shard, in_groups_of, read_shard
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.untrusted import MAX_JSON_BYTES
 from visitlens.hooks.recording.read.recording import SHARD_NAME, read_manifest
 from visitlens.hooks.recording.store.lease import LEASE, Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore
+from visitlens.hooks.recording.write.ledger import Ledger, Shard, in_groups_of, read_shard
 
 
 def put_shard(store: ObjectStore, file: Path, shard: Shard) -> Shard:

@@ -23,15 +23,15 @@ from visitlens.hooks.capture.capture import StepValues
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import ACTIVATION_SITES, check_sites, token_shape
-from visitlens.hooks.ledger import Ledger
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.store.commit import check_room, sole_writer, wait_for_workers
 from visitlens.hooks.recording.store.lease import Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.hooks.remote_ledger import RemoteLedger
-from visitlens.hooks.shard_arrays import ShardArrays
-from visitlens.hooks.shard_writer import ShardWriter, dtype_of
+from visitlens.hooks.recording.write.ledger import Ledger
+from visitlens.hooks.recording.write.remote_ledger import RemoteLedger
+from visitlens.hooks.recording.write.shard_arrays import ShardArrays
+from visitlens.hooks.recording.write.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import torch
 from visitlens.hooks.recording.format import schema
 
 if TYPE_CHECKING:
-    from visitlens.hooks.ledger import ShardTask
     from visitlens.hooks.recording.format.schema import GroupTotals
+    from visitlens.hooks.recording.write.ledger import ShardTask
 
 
 class ShardArrays:

@@ -1,0 +1,1 @@
+"""Writing a recording: the ledger of tasks, the shards, resuming after a crash."""
