@@ -18,6 +18,6 @@ def merge(
     ] = False,
 ) -> None:
     """Merge recordings of one configuration: parts of one run, or runs over different text."""
-    from visitlens.hooks.merge import merge as join
+    from visitlens.hooks.recording.maintain.merge import merge as join
 
     typer.echo(join(recordings, out, allow_duplicates=allow_duplicates))

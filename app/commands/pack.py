@@ -18,7 +18,7 @@ def pack(
     """Write a recording into one file, for sharing: .tar.zst where zstandard is installed, else .tar.gz."""
     from importlib.util import find_spec
 
-    from visitlens.hooks.pack import pack as write
+    from visitlens.hooks.recording.maintain.pack import pack as write
     from visitlens.hooks.recording.store.commit import readable_bytes
     from visitlens.hooks.recording.store.object_store import is_url
 

@@ -13,6 +13,6 @@ def pull(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The recording; its name there by default.")] = None,
 ) -> None:
     """Download a recording, checking everything in it; nothing appears unless all of it is right."""
-    from visitlens.hooks.pull import pull as download
+    from visitlens.hooks.recording.maintain.pull import pull as download
 
     typer.echo(download(url, out or Path(url.rstrip("/").rpartition("/")[2])))

@@ -18,7 +18,7 @@ def repair(
 ) -> None:
     """Rebuild manifest and summary from the shards, which are the truth."""
     from visitlens.hooks.recording.format.untrusted import printable
-    from visitlens.hooks.validate import repair as rebuild
+    from visitlens.hooks.recording.maintain.validate import repair as rebuild
 
     report = rebuild(path, set_aside=set_aside)
     for note in report.notes:

@@ -18,7 +18,7 @@ def validate(
     Exit code 0: whole. 1: damaged, or refused. 2: a wrong command line. 3: sound but unfinished.
     """
     from visitlens.hooks.recording.format.untrusted import printable
-    from visitlens.hooks.validate import validate as check
+    from visitlens.hooks.recording.maintain.validate import validate as check
 
     report = check(path, quick=quick)
     for colour, kind, found in (

@@ -16,11 +16,11 @@ import pytest
 
 from visitlens.app.registry import Registry
 from visitlens.errors import StorageError
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store import fetch_cache
 from visitlens.hooks.recording.store.fetch_cache import ADDRESS, chosen, copies, empty, fetched_folder
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.hooks.validate import validate
 
 Run = Callable[..., tuple[int, str, str]]
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)

@@ -12,12 +12,12 @@ import pytest
 import visitlens as vl
 from visitlens.app.registry import Registry
 from visitlens.errors import RecordingError
-from visitlens.hooks.pull import pull
 from visitlens.hooks.recording.format.schema import check_run
+from visitlens.hooks.recording.maintain.pull import pull
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.lease import LEASE
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.hooks.validate import validate
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import pair_grid
 

@@ -13,10 +13,10 @@ import torch
 
 import visitlens
 from visitlens.errors import RecordingError
-from visitlens.hooks.pack import unpack
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.maintain.pack import unpack
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.validate import validate
 
 GOLDEN = Path(__file__).parent / "golden"
 

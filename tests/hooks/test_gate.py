@@ -23,8 +23,8 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.chunks import fletcher32
 from visitlens.hooks.recording.format.gate import open_gated, passed
+from visitlens.hooks.recording.maintain.validate import check_file
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.validate import check_file
 from visitlens.probe.opened import RecordedRun
 
 MAX_SECONDS, MAX_MEGABYTES = 2, 200  # of CPU time; the slowest takes 0.2
@@ -32,7 +32,7 @@ MAX_SECONDS, MAX_MEGABYTES = 2, 200  # of CPU time; the slowest takes 0.2
 CHILD = """
 import json, re, sys, time
 from pathlib import Path
-from visitlens.hooks.validate import check_file
+from visitlens.hooks.recording.maintain.validate import check_file
 from visitlens.errors import RecordingError
 
 def megabytes():  # at most so far; getrusage counts what the process had before exec, too

@@ -15,11 +15,11 @@ import pytest
 from tests.hooks.crashes.wholeness import Crash, crash_after
 
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
-from visitlens.hooks.pull import pull
+from visitlens.hooks.recording.maintain.pull import pull
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.lease import LEASE, Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore, is_url
-from visitlens.hooks.validate import validate
 
 MEASURES = ("resid_rms", "sink_mass")
 

@@ -21,10 +21,10 @@ from visitlens.app import layout
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.errors import StorageError
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.lease import LEASE, Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.hooks.validate import validate
 from visitlens.probe.workers import _Crew, _Worker
 
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)

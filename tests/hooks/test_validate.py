@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError, RecordingError, StorageError
-from visitlens.hooks.merge import merge
-from visitlens.hooks.pack import pack, unpack
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.maintain.merge import merge
+from visitlens.hooks.recording.maintain.pack import pack, unpack
+from visitlens.hooks.recording.maintain.validate import check_file, repair, validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import sole_writer
-from visitlens.hooks.validate import check_file, repair, validate
 
 MEASURES = ("resid_rms", "sink_mass", "expert_transitions")
 

@@ -24,9 +24,9 @@ from visitlens.hooks.models import checkpoint
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.expert_parallel import share
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.hooks.validate import validate
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
 from visitlens.probe import ranks as ranks_module
 from visitlens.probe.bundled import PAIR

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError, StorageError
+from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.hooks.validate import validate
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.processes import context
 from visitlens.probe.run import PreparedRun, RunRequest, plan_recording

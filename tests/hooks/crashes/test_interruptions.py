@@ -25,12 +25,12 @@ from tests.hooks.crashes.wholeness import Crash, assert_whole, contents, crash_a
 
 import visitlens
 from visitlens.errors import RecordingError, StorageError
-from visitlens.hooks.merge import merge
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.maintain.merge import merge
+from visitlens.hooks.recording.maintain.validate import repair, validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import committing
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.hooks.validate import repair, validate
 
 # Resuming
 

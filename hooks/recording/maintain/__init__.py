@@ -1,0 +1,1 @@
+"""What is done to recordings that exist: validate, repair, merge, pack, pull."""
