@@ -20,7 +20,7 @@ import torch
 import typer
 
 import visitlens as vl
-from visitlens.hooks.intervene import site_means
+from visitlens.hooks.interventions.intervene import site_means
 from visitlens.probe.experiments.attribution import attribute, exact_chain, rank_correlation, spread
 from visitlens.probe.scores import score
 

@@ -25,8 +25,8 @@ from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.loop_plan import ExecutionPlan, visit_choices
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.hooks.intervene import Intervention, intervene
-from visitlens.hooks.intervene import replace as put_in
+from visitlens.hooks.interventions.intervene import Intervention, intervene
+from visitlens.hooks.interventions.intervene import replace as put_in
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.scores import check_predicts, device_of
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
-from visitlens.hooks.intervene import Intervention, with_loop_count
+from visitlens.hooks.interventions.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -79,7 +79,7 @@ class Model:
         return run
 
     def with_loops(self, visits: int, residual_scale: str | None = None) -> Model:
-        """The same weights with the loop span run `visits` times (`hooks.intervene.with_loop_count`)."""
+        """The same weights with the loop span run `visits` times (`hooks.interventions.intervene.with_loop_count`)."""
         view = with_loop_count(self.native, visits, residual_scale)
         scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
         return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}")

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
-from visitlens.hooks.intervene import Intervention, intervene
 from visitlens.hooks.interventions.forward import Generated, numbers
+from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.probe.pictures import LinkedMaps, show, token_strip
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.hooks.intervene import Intervention, intervene
+from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.probe.samples import Progress, Sample, silent
 

@@ -1,0 +1,1 @@
+"""Changing site values at chosen layers, visits, heads, experts and tokens."""

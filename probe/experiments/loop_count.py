@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.hooks.intervene import with_loop_count
+from visitlens.hooks.interventions.intervene import with_loop_count
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import score

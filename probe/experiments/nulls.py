@@ -16,8 +16,8 @@ from torch.nn.functional import cosine_similarity
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.hooks.intervene import site_means
 from visitlens.hooks.interventions.forward import Forward
+from visitlens.hooks.interventions.intervene import site_means
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import batches, device_of

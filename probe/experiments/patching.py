@@ -16,7 +16,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
-from visitlens.hooks.intervene import Intervention, replace
+from visitlens.hooks.interventions.intervene import Intervention, replace
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import ROLES, Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, predictions

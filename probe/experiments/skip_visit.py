@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.intervene import skip
+from visitlens.hooks.interventions.intervene import skip
 from visitlens.probe.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import score

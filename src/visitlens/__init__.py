@@ -30,9 +30,9 @@ _EXPORTS = {
     "plan_recording": "visitlens.probe.run",
     "record": "visitlens.probe.run",
     "Sample": "visitlens.probe.samples",
-    "do": "visitlens.hooks.intervene",
+    "do": "visitlens.hooks.interventions.intervene",
     "experiment": "visitlens.probe.experiment",
-    "intervene": "visitlens.hooks.intervene",
+    "intervene": "visitlens.hooks.interventions.intervene",
     "load": "visitlens.probe.loaded",
 }
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.intervene import (
+from visitlens.hooks.interventions.forward import Forward
+from visitlens.hooks.interventions.intervene import (
     add,
     intervene,
     knock_out_sink,
@@ -31,7 +32,6 @@ from visitlens.hooks.intervene import (
     with_loop_count,
     zero,
 )
-from visitlens.hooks.interventions.forward import Forward
 from visitlens.hooks.interventions.operations import means_by_expert
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens

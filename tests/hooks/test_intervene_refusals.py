@@ -14,7 +14,7 @@ from torch import Tensor
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import LoopSpec
-from visitlens.hooks.intervene import (
+from visitlens.hooks.interventions.intervene import (
     add,
     intervene,
     knock_out_sink,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
-from visitlens.hooks.gradients import site_gradients
-from visitlens.hooks.intervene import intervene, scale, skip, with_loop_count
+from visitlens.hooks.interventions.gradients import site_gradients
+from visitlens.hooks.interventions.intervene import intervene, scale, skip, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import Results, experiment, find, options, question, registered

@@ -17,7 +17,7 @@ import torch
 from tests.planted import plant
 
 from visitlens.errors import InputError
-from visitlens.hooks.intervene import skip, take
+from visitlens.hooks.interventions.intervene import skip, take
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens

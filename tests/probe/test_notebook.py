@@ -12,7 +12,7 @@ import torch
 import visitlens as vl
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
-from visitlens.hooks.intervene import intervene
+from visitlens.hooks.interventions.intervene import intervene
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.notebook import Model
 from visitlens.probe.opened import RecordedRun

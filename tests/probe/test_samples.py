@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.intervene import intervene, replace, skip, swap, take, zero
+from visitlens.hooks.interventions.intervene import intervene, replace, skip, swap, take, zero
 from visitlens.hooks.models.checkpoint import load_config, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.documents import Document

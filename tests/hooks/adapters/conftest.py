@@ -284,7 +284,7 @@ def check_replays() -> Callable[..., None]:
     """Asserts that what goes on from a step, at each layer with heads and each choice of its visits, is bit for bit the whole
     forward; and that the heads matter."""
     from visitlens.hooks.adapters.replay import replay_of
-    from visitlens.hooks.intervene import intervene, replace
+    from visitlens.hooks.interventions.intervene import intervene, replace
 
     @torch.no_grad()
     def check(model: Any, tokens: torch.Tensor, segments: torch.Tensor) -> None:

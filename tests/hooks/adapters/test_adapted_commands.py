@@ -13,7 +13,7 @@ import torch
 
 import visitlens as vl
 from visitlens.errors import InputError
-from visitlens.hooks.intervene import intervene, mean, site_means, zero
+from visitlens.hooks.interventions.intervene import intervene, mean, site_means, zero
 from visitlens.probe.ablation import ablate_heads, text_task
 from visitlens.probe.opened import RecordedRun
 

@@ -13,7 +13,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture.capture import capture
-from visitlens.hooks.intervene import intervene, replace, scale, skip, take
+from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import experiment
 from visitlens.probe.experiments.attribution import attribute

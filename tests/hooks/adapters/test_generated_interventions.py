@@ -15,7 +15,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import capture_generation, generate
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.intervene import site_means, with_loop_count
+from visitlens.hooks.interventions.intervene import site_means, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.documents import pack
 

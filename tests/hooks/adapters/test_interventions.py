@@ -15,7 +15,7 @@ from visitlens.hooks.adapters.adapted import AdaptedModel
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.intervene import (
+from visitlens.hooks.interventions.intervene import (
     add,
     intervene,
     knock_out_sink,

@@ -12,7 +12,7 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import VISITED, Captured, capture
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.intervene import (
+from visitlens.hooks.interventions.intervene import (
     add,
     intervene,
     knock_out_sink,

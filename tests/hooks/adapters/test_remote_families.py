@@ -24,7 +24,7 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.guards import check
-from visitlens.hooks.intervene import intervene, replace, scale, skip, take, with_loop_count
+from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.probe.inspection import describe
 
 TOKENS = torch.randint(3, 40, (2, 20), generator=torch.Generator().manual_seed(5))

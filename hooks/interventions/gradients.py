@@ -12,8 +12,8 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.sites import check_sites
-from visitlens.hooks.intervene import intervene
 from visitlens.hooks.interventions.forward import At
+from visitlens.hooks.interventions.intervene import intervene
 from visitlens.hooks.interventions.intervention import Intervention, Place
 
 if TYPE_CHECKING:
