@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.cache import cache_of
 from visitlens.hooks.adapters.family import bank_inputs
 from visitlens.hooks.capture.capture import VISITED, Captured, capture

@@ -77,7 +77,7 @@ def load_transformers(
         import transformers
     except ImportError as error:
         raise UnavailableError(f"{source} is a model of transformers: pip install 'visitlens[sources]'") from error
-    from visitlens.hooks.adapters.older_code import mend
+    from visitlens.hooks.adapters.transformers_compat import mend
 
     folder = resolve(source)
     transformers.utils.logging.disable_progress_bar()

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visitlens.errors import InputError
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.loop_plan import ExecutionPlan, visit_choices

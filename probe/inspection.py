@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.copies import copied_layers
 from visitlens.hooks.copies import tie_copies as tie
 from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow

@@ -34,7 +34,7 @@ from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
 from visitlens.probe.scores import device_of
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted import AdaptedModel
+    from visitlens.hooks.adapters.adapted_model import AdaptedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.live_forward import Reader
     from visitlens.probe.live_run import Lens

@@ -15,7 +15,7 @@ from visitlens.hooks.core.sites import token_shape
 from visitlens.probe.row_rule import RowRule
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted import AdaptedModel
+    from visitlens.hooks.adapters.adapted_model import AdaptedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
 

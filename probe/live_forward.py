@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.replay import Replay, around, layer_modules, replay_of
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices

@@ -12,7 +12,7 @@ from torch import nn
 
 from visitlens.errors import InputError
 from visitlens.hooks import adapters as _folder
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.family import Family
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.attention_calls import AttentionCall, TorchCall
+from visitlens.hooks.adapters.document_model import Change
 from visitlens.hooks.adapters.family import Inside, Read
 from visitlens.hooks.adapters.observer import StepObserver, in_place, recomputing, taken
 from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.hooks.document_model import Change
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted import AdaptedModel
+    from visitlens.hooks.adapters.adapted_model import AdaptedModel
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _ROUTES = {"router": "no linear map onto", "experts": "no top k over"}

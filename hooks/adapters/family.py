@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from visitlens.errors import InputError
-from visitlens.hooks.adapters.older_code import Mend
+from visitlens.hooks.adapters.transformers_compat import Mend
 from visitlens.hooks.core.model_interface import ModelFacts
 from visitlens.hooks.core.sites import SITES
 

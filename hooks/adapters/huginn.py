@@ -15,7 +15,7 @@ import torch
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
-from visitlens.hooks.adapters.older_code import output_cache, tied_to, token_ids
+from visitlens.hooks.adapters.transformers_compat import output_cache, tied_to, token_ids
 
 SANDWICH = "a norm lies on the stream after each addition, so writes don't add up to the next residual"
 

@@ -18,7 +18,7 @@ from visitlens.hooks.core.sites import SITES, token_shape
 from visitlens.hooks.core.visit_clock import VisitClock
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted import AdaptedModel
+    from visitlens.hooks.adapters.adapted_model import AdaptedModel
 
 _ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
 _UNSEEN = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, pre_norm_reads
-from visitlens.hooks.adapters.older_code import cache_sizes, default_rope, mask_arguments, tied_to, token_ids
+from visitlens.hooks.adapters.transformers_compat import cache_sizes, default_rope, mask_arguments, tied_to, token_ids
 
 
 class Ouro(Family):

@@ -22,7 +22,7 @@ from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.hooks.core.visit_clock import VisitClock
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted import AdaptedModel
+    from visitlens.hooks.adapters.adapted_model import AdaptedModel
 
 LIMIT = 2**30
 """Bytes that a replay keeps, with its forks; steps that find no room are computed again."""

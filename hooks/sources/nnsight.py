@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
+from visitlens.hooks.adapters.document_model import Change, DocumentModel
 from visitlens.hooks.adapters.family import Family, Read
+from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.document_model import Change, DocumentModel
-from visitlens.hooks.familiar_calls import FamiliarCalls
 from visitlens.hooks.guards import difference, sample_tokens, tolerance
 
 _INSIDE = (

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
+from visitlens.hooks.adapters.document_model import Change, DocumentModel
+from visitlens.hooks.adapters.transformer_lens_calls import Hook, NamesFilter, VisitPoint, cut
 from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import ModelFacts
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.core.visit_clock import VisitClock
-from visitlens.hooks.document_model import Change, DocumentModel
-from visitlens.hooks.familiar_calls import Hook, NamesFilter, VisitPoint, cut
 
 _BLOCK = re.compile(r"(?P<block>\w*blocks\.\d+)\.(?:visit\.(?P<visit>\w+|\*)\.)?(?P<point>.+)")
 _POINTS = {

@@ -11,7 +11,7 @@ import torch
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take
 from visitlens.hooks.text.packed_tokens import PackedTokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from visitlens.errors import InputError, PlanError
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.sites import SITES

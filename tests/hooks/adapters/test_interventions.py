@@ -11,7 +11,7 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.sites import SITES

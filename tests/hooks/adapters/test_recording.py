@@ -12,7 +12,7 @@ import torch
 
 import visitlens as vl
 from visitlens.errors import RecordingError
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.probe.figures.export import prepare
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.opened import RecordedRun

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.adapters.adapted import AdaptedModel
+from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.huginn import Huginn
 from visitlens.hooks.adapters.moeut import MoEUT
 from visitlens.hooks.capture.capture import StepValues, capture

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.attention_calls import Watcher, watch_registry, watch_sdpa, watch_torch
 from visitlens.hooks.adapters.cache import Cache, cache_of, takes_cache
+from visitlens.hooks.adapters.document_model import Change, DocumentModel, Part, check_return_type, read_out
 from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
+from visitlens.hooks.adapters.foreign_errors import forward_told
 from visitlens.hooks.adapters.observer import StepObserver
+from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
 from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import check_unbroken
-from visitlens.hooks.document_model import Change, DocumentModel, Part, check_return_type, read_out
-from visitlens.hooks.familiar_calls import FamiliarCalls
-from visitlens.hooks.own_code import forward_told
 
 
 class AdaptedModel(FamiliarCalls, DocumentModel):
