@@ -261,7 +261,7 @@ def halting() -> Any:
 def recursive() -> Any:
     from tests.hooks.adapters.remote_code.tiny_ragged import Recursive
 
-    from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
+    from visitlens.hooks.adapters.families.mixture_of_recursions import MixtureOfRecursions
 
     torch.manual_seed(8)
     return vl.adapt(Recursive().eval().requires_grad_(False), MixtureOfRecursions())

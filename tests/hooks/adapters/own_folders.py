@@ -20,7 +20,7 @@ from safetensors.torch import load_model
 from torch import nn
 
 import visitlens as vl
-from visitlens.hooks.adapters.moeut import MoEUT
+from visitlens.hooks.adapters.families.moeut import MoEUT
 
 from .model import TinyMoEUT
 
@@ -36,7 +36,7 @@ from safetensors.torch import load_model
 from tiny_ragged import Recursive
 
 import visitlens as vl
-from visitlens.hooks.adapters.mixture_of_recursions import MixtureOfRecursions
+from visitlens.hooks.adapters.families.mixture_of_recursions import MixtureOfRecursions
 
 
 def load(folder, *, dtype, device):

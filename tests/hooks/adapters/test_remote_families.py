@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
-from visitlens.hooks.adapters.huginn import Huginn
-from visitlens.hooks.adapters.moeut import MoEUT
+from visitlens.hooks.adapters.families.huginn import Huginn
+from visitlens.hooks.adapters.families.moeut import MoEUT
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.core.sites import SITES

@@ -2,8 +2,8 @@
 
 from tests.hooks.adapters.remote_code import modeling_tiny_huginn, modeling_tiny_ouro
 
-from visitlens.hooks.adapters.huginn import Huginn
-from visitlens.hooks.adapters.ouro import Ouro
+from visitlens.hooks.adapters.families.huginn import Huginn
+from visitlens.hooks.adapters.families.ouro import Ouro
 
 for _module, _family in ((modeling_tiny_huginn, Huginn), (modeling_tiny_ouro, Ouro)):
     for _change in _family.mends:

@@ -5,7 +5,7 @@ A row of P sums to 1 together with that slot: `learned_sink_mass` is what it tak
 
 from __future__ import annotations
 
-from visitlens.hooks.adapters.moe import MoEDecoder
+from visitlens.hooks.adapters.families.moe import MoEDecoder
 
 
 class GptOss(MoEDecoder):

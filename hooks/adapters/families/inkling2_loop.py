@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from visitlens.errors import InputError
-from visitlens.hooks.adapters.deepseek import SIGMOID
+from visitlens.hooks.adapters.families.deepseek import SIGMOID
 from visitlens.hooks.adapters.family import Anatomy, Family, Layer, Read
 
 _PARTIAL = (

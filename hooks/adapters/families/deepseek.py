@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.hooks.adapters.moe import MoEDecoder
+from visitlens.hooks.adapters.families.moe import MoEDecoder
 
 SIGMOID = "its router scores are sigmoids, one an expert: no distribution over experts"
 

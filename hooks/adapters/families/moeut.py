@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from visitlens.hooks.adapters.deepseek import SIGMOID
+from visitlens.hooks.adapters.families.deepseek import SIGMOID
 from visitlens.hooks.adapters.family import Anatomy, Family, Inside, Layer, Read
 
 

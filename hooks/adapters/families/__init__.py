@@ -1,0 +1,1 @@
+"""One file is one model family: how its layers, visits and sites are found."""
