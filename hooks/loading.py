@@ -34,7 +34,7 @@ def load_model(
     """The model of a checkpoint folder or hub name, in evaluation mode.
 
     `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro; a `visitlens_loader.py`): read them
-    first. `tie_copies` makes layers that were saved as copies of one another one layer again (`hooks.copies`). `options` go
+    first. `tie_copies` makes layers that were saved as copies of one another one layer again (`hooks.audit.tied_copies`). `options` go
     to `adapt`: `family` by name, and what that family takes, for example `steps=8` or `state_seed=3`; or to the folder's own
     `load`, as far as it takes them (`hooks.own_loader`).
 
@@ -60,7 +60,7 @@ def load_model(
             raise InputError(f"the native model takes no options, got {first!r}{WHY_NOT.get(first, '')}")
         return checkpoint.load_model(folder, dtype, device)
     from visitlens.hooks.adapters.adapt import adapt
-    from visitlens.hooks.copies import tie_copies as tie
+    from visitlens.hooks.audit.tied_copies import tie_copies as tie
 
     model = load_transformers(folder, dtype, device, trust_remote_code=trust_remote_code)
     if tie_copies:

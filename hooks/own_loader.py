@@ -29,7 +29,7 @@ from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.adapters.adapt import adapt, families
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.foreign_errors import PACKAGE, place_of
-from visitlens.hooks.copies import tie_copies as tie
+from visitlens.hooks.audit.tied_copies import tie_copies as tie
 from visitlens.hooks.models.checkpoint_files import LOADER, code_sha256
 from visitlens.hooks.models.looped_moe import LoopedMoE
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
-from visitlens.hooks.copies import copied_layers
-from visitlens.hooks.copies import tie_copies as tie
-from visitlens.hooks.discovery import StepLedger, discover, false_loops, follow
-from visitlens.hooks.guards import check, sample_tokens
+from visitlens.hooks.audit.discovery import StepLedger, discover, false_loops, follow
+from visitlens.hooks.audit.guards import check, sample_tokens
+from visitlens.hooks.audit.tie_audit import audit_ties
+from visitlens.hooks.audit.tied_copies import copied_layers
+from visitlens.hooks.audit.tied_copies import tie_copies as tie
 from visitlens.hooks.loading import dtype_named, load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.checkpoint_files import LOADER
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.own_loader import load_own
-from visitlens.hooks.tie_audit import audit_ties
 
 
 def inspect_model(

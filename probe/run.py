@@ -18,10 +18,10 @@ import torch
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
+from visitlens.hooks.audit.guards import conditions, sample_tokens
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
-from visitlens.hooks.guards import conditions, sample_tokens
 from visitlens.hooks.loading import code_sha256, load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer
 from visitlens.hooks.models.checkpoint import load_model as load_native

@@ -19,10 +19,10 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.adapters.document_model import Change, DocumentModel
 from visitlens.hooks.adapters.family import Family, Read
 from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
+from visitlens.hooks.audit.guards import difference, sample_tokens, tolerance
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.guards import difference, sample_tokens, tolerance
 
 _INSIDE = (
     "nnsight's cache keeps inputs and outputs of modules, and this lies inside one; visitlens.adapt reads it locally"

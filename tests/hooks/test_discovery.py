@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from visitlens.errors import InputError
-from visitlens.hooks.discovery import discover
-from visitlens.hooks.tie_audit import audit_ties
+from visitlens.hooks.audit.discovery import discover
+from visitlens.hooks.audit.tie_audit import audit_ties
 
 TOKENS = torch.arange(12).view(1, 12)
 

@@ -67,7 +67,7 @@ def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
     import transformers
 
     from visitlens.hooks.adapters.adapt import adapt
-    from visitlens.hooks.guards import check
+    from visitlens.hooks.audit.guards import check
 
     page = (Path(__file__).parents[3] / "docs" / "adapters.md").read_text(encoding="utf-8")
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class GPT2" in block)

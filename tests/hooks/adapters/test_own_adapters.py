@@ -13,7 +13,7 @@ from tests.hooks.adapters.own_folders import LOADER
 
 import visitlens as vl
 from visitlens.errors import CheckpointError
-from visitlens.hooks.guards import conditions
+from visitlens.hooks.audit.guards import conditions
 from visitlens.probe.live import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]

@@ -14,8 +14,8 @@ from torch import nn
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapt import adapt
+from visitlens.hooks.audit.tied_copies import copied_layers, tie_copies
 from visitlens.hooks.capture.capture import capture
-from visitlens.hooks.copies import copied_layers, tie_copies
 
 Run = Callable[..., tuple[int, str, str]]
 TOKENS = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(3))

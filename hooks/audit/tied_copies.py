@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import equal, nn
 
 from visitlens.errors import InputError
-from visitlens.hooks.discovery import layer_candidates
+from visitlens.hooks.audit.discovery import layer_candidates
 
 
 def copied_layers(model: nn.Module) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from visitlens.hooks.discovery import StepLedger
+from visitlens.hooks.audit.discovery import StepLedger
 
 TIED, PARTLY, PER_VISIT, UNTIED = "tied", "partly tied", "per-visit", "untied"
 
