@@ -121,7 +121,7 @@ def checkpoint_folder(model: Path | str) -> Path:
     """
     folder = loaded.checkpoint(model)
     if not folder.is_dir():
-        from visitlens.hooks.loading import resolve  # brings torch
+        from visitlens.hooks.loading.load_model import resolve  # brings torch
 
         folder = resolve(folder)
     if not (folder / "config.json").is_file() and not brings_loader(folder):

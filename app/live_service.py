@@ -123,7 +123,7 @@ class LiveService:
     def _loaded(self) -> LiveModel:
         """Only called by jobs, which run one at a time."""
         if self._model is None:
-            from visitlens.hooks.loading import weights_sha256
+            from visitlens.hooks.loading.load_model import weights_sha256
             from visitlens.probe.live import LiveModel
 
             weights = weights_sha256(self.checkpoint)

@@ -13,7 +13,7 @@ import torch
 
 import visitlens
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
+from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.recording.format import schema
 from visitlens.probe import analyses

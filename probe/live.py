@@ -24,7 +24,7 @@ from torch import Tensor
 from visitlens.errors import InputError, MemoryLimitError
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
-from visitlens.hooks.loading import code_sha256, load_model, resolve, weights_sha256
+from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.probe.live_ablation import KINDS, HeadScan, SilencedHead, check_target, divergence
 from visitlens.probe.live_arrays import arrays_of, as_array, lacking

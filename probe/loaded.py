@@ -65,7 +65,7 @@ def load(
 
         return model_of(source, tokenizer, **options)
     folder = checkpoint(source)
-    from visitlens.hooks.loading import load_model, resolve
+    from visitlens.hooks.loading.load_model import load_model, resolve
     from visitlens.hooks.models.checkpoint import load_tokenizer
     from visitlens.probe.notebook import Model
 

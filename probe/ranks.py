@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from visitlens.errors import InputError, VisitlensError
-from visitlens.hooks.loading import model_type, resolve
+from visitlens.hooks.loading.load_model import model_type, resolve
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.expert_parallel import PeerError, follow
 from visitlens.probe.run import RunRequest

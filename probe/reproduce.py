@@ -210,7 +210,7 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     note = ""
     began = time.process_time()
     try:
-        from visitlens.hooks.loading import model_type, resolve
+        from visitlens.hooks.loading.load_model import model_type, resolve
         from visitlens.hooks.recording.write.record import RecordingOptions
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.dyck_study import DyckSettings

@@ -22,7 +22,7 @@ from visitlens.hooks.audit.guards import conditions, sample_tokens
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
-from visitlens.hooks.loading import code_sha256, load_model, model_type, resolve, weights_sha256
+from visitlens.hooks.loading.load_model import code_sha256, load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer
 from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.checkpoint_files import sha256_of

@@ -28,7 +28,7 @@ def inspect(
 
     folder = checkpoint(model)
     with loading("torch and the model"):
-        from visitlens.probe.inspection import inspect_model
+        from visitlens.hooks.loading.inspect_model import inspect_model
 
         found = inspect_model(
             folder,

@@ -25,7 +25,7 @@ _EXPORTS = {
     "dashboard": "visitlens.app.embedded",
     "from_nnsight": "visitlens.hooks.sources.nnsight",
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
-    "load_model": "visitlens.hooks.loading",
+    "load_model": "visitlens.hooks.loading.load_model",
     "open": "visitlens.probe.opened",
     "plan_recording": "visitlens.probe.run",
     "record": "visitlens.probe.run",

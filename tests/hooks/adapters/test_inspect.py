@@ -15,8 +15,8 @@ import torch
 from visitlens.app.cli import main
 from visitlens.app.commands.inspect import _text
 from visitlens.errors import InputError
+from visitlens.hooks.loading.inspect_model import describe, inspect_model
 from visitlens.hooks.models.checkpoint import save_model
-from visitlens.probe.inspection import describe, inspect_model
 
 LEAKS = {"gpt_oss", "inkling2_loop_text", "albert", "zamba", "zamba2"}
 """Families whose packed documents leak even by position ids alone, without a cache or a mask."""

@@ -21,7 +21,7 @@ from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
 from visitlens.errors import InputError
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.loading import resolve, weights_sha256
+from visitlens.hooks.loading.load_model import resolve, weights_sha256
 from visitlens.hooks.models.checkpoint_files import code_sha256
 from visitlens.probe.ablation_run import AblationRequest, ablate_recording
 from visitlens.probe.live_run import LiveRun

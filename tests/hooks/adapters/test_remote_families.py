@@ -25,7 +25,7 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take, with_loop_count
-from visitlens.probe.inspection import describe
+from visitlens.hooks.loading.inspect_model import describe
 
 TOKENS = torch.randint(3, 40, (2, 20), generator=torch.Generator().manual_seed(5))
 SEGMENTS = torch.tensor([[0] * 8 + [1] * 12, [2] * 8 + [3] * 9 + [-1] * 3])

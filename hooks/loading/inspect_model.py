@@ -16,10 +16,10 @@ from visitlens.hooks.audit.guards import check, sample_tokens
 from visitlens.hooks.audit.tie_audit import audit_ties
 from visitlens.hooks.audit.tied_copies import copied_layers
 from visitlens.hooks.audit.tied_copies import tie_copies as tie
-from visitlens.hooks.loading import dtype_named, load_model, load_transformers, model_type, resolve
+from visitlens.hooks.loading.custom_loader import load_own
+from visitlens.hooks.loading.load_model import dtype_named, load_model, load_transformers, model_type, resolve
 from visitlens.hooks.models.checkpoint_files import LOADER
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.own_loader import load_own
 
 
 def inspect_model(

@@ -36,7 +36,7 @@ def load_model(
     `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro; a `visitlens_loader.py`): read them
     first. `tie_copies` makes layers that were saved as copies of one another one layer again (`hooks.audit.tied_copies`). `options` go
     to `adapt`: `family` by name, and what that family takes, for example `steps=8` or `state_seed=3`; or to the folder's own
-    `load`, as far as it takes them (`hooks.own_loader`).
+    `load`, as far as it takes them (`hooks.loading.custom_loader`).
 
     Raises:
         CheckpointError: nothing loadable there.
@@ -46,7 +46,7 @@ def load_model(
     check_device(device)
     folder = resolve(source)
     if brings_loader(folder):
-        from visitlens.hooks.own_loader import load_own
+        from visitlens.hooks.loading.custom_loader import load_own
 
         return cast(
             "LoopedMoE | InstrumentedModel",
