@@ -19,7 +19,7 @@ from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, larges
 from visitlens.probe.figures.series import INTERVAL, aligned
 from visitlens.probe.figures.theme import DIVERGING, Style, Theme, escape
 from visitlens.probe.live_figures import spread
-from visitlens.probe.measure import json_numbers
+from visitlens.probe.measures.measure import json_numbers
 
 _MOST_HEADS = 20
 _SURE = 0.05

@@ -15,7 +15,7 @@ from visitlens.app.context import View
 from visitlens.app.panels import Panel
 from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.series import aligned, digits
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 GRAPH_CONFIG: Any = {**CONFIG, "displayModeBar": False}
 """Without Plotly's buttons, among them the one that uploads the chart: a panel has its own."""

@@ -11,7 +11,7 @@ from visitlens.app.context import View, describe_needs
 from visitlens.app.documents import segment_choices
 from visitlens.app.state import AGGREGATIONS, common_visits
 from visitlens.errors import VisitlensError
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import two_visits
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
 Visits = tuple[int, int] | None

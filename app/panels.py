@@ -16,7 +16,7 @@ from visitlens.probe.figures.export import Drawing
 from visitlens.probe.figures.generic import label_text, stat_json
 from visitlens.probe.figures.series import INTERVAL, csv_rows
 from visitlens.probe.figures.theme import Theme
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 _TOP = 28
 """Room above a chart whose title stands in the page, in pixels."""

@@ -16,7 +16,7 @@ from visitlens.probe.figures.generic import label_text
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape
 from visitlens.probe.live_figures import spread
-from visitlens.probe.measure import StatArray, json_numbers
+from visitlens.probe.measures.measure import StatArray, json_numbers
 
 Plot = dict[str, Any]
 """`data` and `layout` as Plotly.js takes them. Built without Plotly's Python objects, whose checks take 20 ms a figure."""

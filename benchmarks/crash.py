@@ -33,8 +33,8 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import PackedTokens, pack
-from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.statistics.base import Geometry
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 
 MEASURES = ("resid_rms", "sink_mass", "expert_transitions")
 OPTIONS = RecordingOptions(level="tokens", shard_tokens=60)

@@ -33,9 +33,9 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
-from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.figures.images import find_browser
-from visitlens.probe.statistics.base import Geometry
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 
 CLICKS = {
     "Overview to Layers": "layers?metric=sink_mass",

@@ -19,9 +19,9 @@ from visitlens.hooks.recording.format import schema
 from visitlens.probe import analyses
 from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
-from visitlens.probe.grouped import Grouped
 from visitlens.probe.head_ablation import HeadAblation
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.grouped import Grouped
+from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 from visitlens.probe.reading import as_recorded

@@ -21,7 +21,8 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import read_json, real_folder
 from visitlens.hooks.recording.store.commit import commit
-from visitlens.probe.grouped import (
+from visitlens.probe.head_ablation import ABLATION, HeadAblation
+from visitlens.probe.measures.grouped import (
     VERSION,
     Grouped,
     about_stat,
@@ -31,8 +32,7 @@ from visitlens.probe.grouped import (
     header,
     short,
 )
-from visitlens.probe.head_ablation import ABLATION, HeadAblation
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 DYCK = "dyck"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -24,7 +24,7 @@ from visitlens.probe.figures.images import IMAGE_FORMATS, render
 from visitlens.probe.figures.pair import describe
 from visitlens.probe.figures.series import INTERVAL, series
 from visitlens.probe.figures.theme import Style, Theme, escape, find_theme
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun, step_label
 from visitlens.probe.pairing import pair
 

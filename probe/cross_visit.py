@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 

@@ -17,10 +17,10 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses import DyckExample, DyckStudy
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
-from visitlens.probe.grouped import Grouped
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.grouped import Grouped
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import wide
 from visitlens.probe.scores import check_predicts, device_of
-from visitlens.probe.statistics.base import wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import InputError
 from visitlens.probe import experiments as _folder
-from visitlens.probe.measure import StatArray
-from visitlens.probe.tables import sizes
+from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.measures.tables import sizes
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel

@@ -14,7 +14,7 @@ import numpy as np
 from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES
 from visitlens.hooks.recording.store.commit import storage_error
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun, step_label
 
 DERIVED = ("expert_overlap", "expert_overlap_chance_by_load", "load_imbalance", "norm_ratio")

@@ -19,7 +19,7 @@ from visitlens.probe.figures.dyck_map import dyck_study
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import INTERVAL
-from visitlens.probe.measure import Measure, StatArray, json_numbers
+from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 from visitlens.probe.opened import RecordedRun
 
 PAPER = "arXiv 2609.01343 v3, Section 6"

@@ -20,11 +20,11 @@ from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.probe import analyses
-from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
-from visitlens.probe.measure import Measure, StatArray
-from visitlens.probe.phases import PHASES, of_phase
-from visitlens.probe.statistics.names import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
-from visitlens.probe.visit_matrix import at_steps, relabel, visit_matrix
+from visitlens.probe.measures.axes import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
+from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.measures.phases import PHASES, of_phase
+from visitlens.probe.measures.visit_matrix import at_steps, relabel, visit_matrix
 
 _NORM_MEASURES = {
     "update": "update_rms",

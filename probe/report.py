@@ -38,7 +38,7 @@ from visitlens.probe.findings import (
     grid_findings,
     grid_findings_data,
 )
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 _FILES = ("png", "svg", "json", "csv")
 _CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", UNMEASURED: "muted"}

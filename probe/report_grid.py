@@ -9,7 +9,7 @@ from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.figures.series import digits
 from visitlens.probe.findings import HOLDS, UNMEASURED, Finding
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 _SIGNS = {HOLDS: "yes", "does not hold": "no", "not decided": "open", UNMEASURED: "–"}
 

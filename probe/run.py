@@ -35,11 +35,11 @@ from visitlens.hooks.recording.write import record as recorder
 from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token
 from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
-from visitlens.probe.collect import StatisticsCollector
 from visitlens.probe.generated import continue_prompts
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
-from visitlens.probe.statistics.base import Geometry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

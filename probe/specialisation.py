@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 

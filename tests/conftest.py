@@ -21,10 +21,10 @@ from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe import analyses
-from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
-from visitlens.probe.statistics.base import Geometry
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: threads that wait for busy cores burn them
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ from visitlens.probe.ablation import AblationSums
 from visitlens.probe.ablation_run import head_ablation
 from visitlens.probe.analyses import DyckExample, DyckStudy
 from visitlens.probe.dyck_study import MASS, SCORES
-from visitlens.probe.grouped import Grouped
 from visitlens.probe.head_ablation import HeadAblation
+from visitlens.probe.measures.grouped import Grouped
 
 PROMPTS = 12
 ABOUT = {"documents": PROMPTS, "tokens": 500, "provenance": {"recording": "made up"}}

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from visitlens.hooks.recording.format.format_page import format_page
-from visitlens.probe.describe import measures_page
+from visitlens.probe.measures.measures_page import measures_page
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_measures_page_is_generated_from_the_measures() -> None:
     page = (ROOT / "docs" / "measures.md").read_text(encoding="utf-8")
-    assert page == measures_page(), "run: python -m visitlens.probe.describe > docs/measures.md"
+    assert page == measures_page(), "run: python -m visitlens.probe.measures.measures_page > docs/measures.md"
 
 
 def test_the_page_of_the_recording_format_is_generated_from_schema_and_gate() -> None:

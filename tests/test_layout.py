@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import visitlens
-from visitlens.probe.collect import registered
+from visitlens.probe.measures.collector import registered
 from visitlens.probe.opened import RecordedRun
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +29,8 @@ READING_PATH = (
     "hooks.recording.format.schema",
     "hooks.recording.store.commit",
     "hooks.recording.read.recording",
-    "probe.measure",
-    "probe.bootstrap",
+    "probe.measures.measure",
+    "probe.measures.bootstrap",
     "probe.opened",
     "probe.dyck",
     "hooks.text.documents",

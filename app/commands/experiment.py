@@ -43,7 +43,7 @@ def experiment(
         check_text(text)
     with loading("torch"):
         from visitlens.probe import experiment as experiments
-        from visitlens.probe.tables import as_text
+        from visitlens.probe.measures.tables import as_text
     if list_:
         for known in experiments.registered():
             takes = ", ".join(experiments.options(known))

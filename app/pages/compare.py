@@ -15,7 +15,7 @@ from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import mean_over
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 PATH, TITLE, ORDER = "/compare", "Compare", 40

@@ -13,7 +13,7 @@ from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
 from visitlens.app.plots import Line
 from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 
 PATH, TITLE, ORDER = "/heads", "Heads", 11
 NEEDS = ("recording",)

@@ -13,7 +13,7 @@ from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 PATH, TITLE, ORDER = "/layers", "Layers", 10
 NEEDS = ("recording",)

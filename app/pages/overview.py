@@ -18,7 +18,7 @@ from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.series import with_interval
 from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.findings import FAILS, HOLDS, OPEN, Finding, findings
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 PATH, TITLE, ORDER = "/", "Overview", 0
 NEEDS = ("recording",)

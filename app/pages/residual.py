@@ -10,8 +10,8 @@ from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
 from visitlens.probe.cross_visit import two_visits
-from visitlens.probe.measure import StatArray
-from visitlens.probe.statistics.names import COMPONENTS
+from visitlens.probe.measures.axes import COMPONENTS
+from visitlens.probe.measures.measure import StatArray
 
 PATH, TITLE, ORDER = "/residual", "Residual", 21
 NEEDS = ("looped",)

@@ -18,7 +18,7 @@ from visitlens.app.panels import Panel, notebook
 from visitlens.app.plots import Plot, plot
 from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.figures.theme import Theme, escape, token_text
-from visitlens.probe.measure import Measure, json_numbers
+from visitlens.probe.measures.measure import Measure, json_numbers
 from visitlens.probe.token_window import Experts, TokenWindow, stored_measures
 
 PATH, TITLE, ORDER = "/tokens", "Tokens", 12

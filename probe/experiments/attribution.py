@@ -17,7 +17,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.gradients import site_gradients
 from visitlens.hooks.interventions.intervene import Intervention, site_means, zero
 from visitlens.hooks.interventions.intervene import mean as mean_of
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import batches, check_predicts, device_of, score
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cosine_similarity
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import with_loop_count
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, state_after
 

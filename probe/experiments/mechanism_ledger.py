@@ -16,7 +16,7 @@ import numpy as np
 from visitlens.errors import InputError
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, skip, take
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import Scores, score
 

@@ -17,7 +17,7 @@ from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.interventions.intervene import Intervention, replace
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import ROLES, Progress, Sample, silent
 from visitlens.probe.scores import STATE, batches, device_of, predictions
 

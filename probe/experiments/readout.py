@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import replace
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import STATE, Batch, batches, device_of, predictions, state_after
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.interventions.intervene import skip
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples import Progress, Sample, silent
 from visitlens.probe.scores import score
 

@@ -16,7 +16,7 @@ from visitlens.probe.figures.drawing import diverging, frame, largest, line, seq
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import series, with_interval
 from visitlens.probe.figures.theme import ORANGE, Style, Theme, token_text
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 _MAP = Measure(

@@ -15,7 +15,7 @@ from visitlens.probe.figures.drawing import bars, empty_panel, frame, told
 from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import reference, series, with_interval
 from visitlens.probe.figures.theme import Theme, escape
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun
 
 

@@ -24,8 +24,8 @@ from visitlens.probe.figures.drawing import (
 from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import LIGHT, Style, Theme, escape
-from visitlens.probe.measure import StatArray
-from visitlens.probe.tables import label_text
+from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.measures.tables import label_text
 
 _AXIS_TITLES = {
     "layer": LAYER_AXIS,

@@ -12,7 +12,7 @@ from visitlens.probe.figures.drawing import cell_map, diverging, frame, sequenti
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import Theme
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
 _SIMILARITY: dict[str, tuple[str, Callable[[RecordedRun], StatArray]]] = {

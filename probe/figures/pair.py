@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
 _FEW_DOCUMENTS = 30

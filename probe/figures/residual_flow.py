@@ -13,7 +13,7 @@ from visitlens.probe.figures.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import Theme, escape
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 
 _ROWS = {

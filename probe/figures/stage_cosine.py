@@ -12,8 +12,8 @@ from visitlens.probe.figures.drawing import cell_map, diverging, frame, line, se
 from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.figures.series import series
 from visitlens.probe.figures.theme import Style, Theme
+from visitlens.probe.measures.axes import STAGES
 from visitlens.probe.opened import RecordedRun
-from visitlens.probe.statistics.names import STAGES
 
 
 class StageCosine(Figure):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, GroupSums, Statistic, TokenValues, present, routed
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, GroupSums, Statistic, TokenValues, present, routed
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

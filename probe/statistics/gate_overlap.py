@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from visitlens.kernels.set_overlap import shared_weight
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, wide
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, wide
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, stack
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, stack
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -8,9 +8,9 @@ import torch
 
 from visitlens.hooks.core.loop_plan import VisitPair
 from visitlens.kernels.vector_geometry import inner, norms
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues
-from visitlens.probe.statistics.names import KV_STAGES, Q_STAGES, STAGES
+from visitlens.probe.measures.axes import KV_STAGES, Q_STAGES, STAGES
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

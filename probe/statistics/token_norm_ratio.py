@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
-from visitlens.probe.statistics.names import COMPONENTS
+from visitlens.probe.measures.axes import COMPONENTS
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

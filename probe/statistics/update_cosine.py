@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from visitlens.kernels.vector_geometry import cosines
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import WRITES, Geometry, Statistic, TokenValues
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import WRITES, Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, present, stack
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, present, stack
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "ExecutionPlan": "visitlens.hooks.core.loop_plan",
     "LoopSpec": "visitlens.hooks.core.loop_plan",
-    "StatArray": "visitlens.probe.measure",
+    "StatArray": "visitlens.probe.measures.measure",
     "VisitlensError": "visitlens.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture.capture",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
 
 
 def test_each_replicate_draws_as_many_groups_as_there_are() -> None:

@@ -23,7 +23,7 @@ from visitlens.probe.figures.pair import Pair, span
 from visitlens.probe.figures.series import aligned, csv_rows, digits, with_interval
 from visitlens.probe.figures.theme import DARK, LIGHT, PAPER, THEMES, Theme, escape, find_theme, token_text
 from visitlens.probe.figures.update_cosine import block_edges
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 

@@ -19,7 +19,7 @@ from visitlens.probe.findings import (
     findings,
     verdict,
 )
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.probe.measure import Measure, StatArray, json_numbers
+from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 
 MEASURE = Measure("mass", "Attention mass", ("layer", "head"), "share", "Sum of P.", "ours")
 

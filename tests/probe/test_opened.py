@@ -12,7 +12,7 @@ import visitlens
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.recording.format.schema import GroupTotals
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun, step_label
 
 TWO_LAYERS_TWICE = LoopSpec(3, range(1, 3), 2).plan()

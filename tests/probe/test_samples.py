@@ -16,7 +16,7 @@ from visitlens.hooks.text.documents import Document
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.dyck import PAIRS
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 from visitlens.probe.samples import ROLES, Sample
 from visitlens.probe.scores import score
 

@@ -8,7 +8,7 @@ import pytest
 
 from visitlens.errors import InputError
 from visitlens.probe.figures.generic import label_text, plot_stat
-from visitlens.probe.measure import Measure, StatArray
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 
 

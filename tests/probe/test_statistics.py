@@ -22,7 +22,7 @@ from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.collect import registered
+from visitlens.probe.measures.collector import registered
 
 Array = np.ndarray
 SITES_USED = tuple(name for name in SITES if name != "P")

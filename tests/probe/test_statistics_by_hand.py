@@ -14,8 +14,8 @@ from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.recording.format.schema import GroupTotals
-from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.statistics.base import Geometry
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 
 LOOPED = LoopSpec(1, range(1), 2).plan()
 """One layer, visited twice."""

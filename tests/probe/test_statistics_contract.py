@@ -18,9 +18,9 @@ from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.collect import StatisticsCollector, registered
-from visitlens.probe.measure import Measure
-from visitlens.probe.statistics.base import Geometry, Statistic
+from visitlens.probe.measures.collector import StatisticsCollector, registered
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.statistic import Geometry, Statistic
 from visitlens.probe.statistics.learned_sink_mass import LearnedSinkMass
 from visitlens.probe.statistics.visit_share import VisitShare
 

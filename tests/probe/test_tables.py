@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from visitlens.hooks.core.loop_plan import LoopSpec
-from visitlens.probe.measure import Measure, StatArray
-from visitlens.probe.tables import as_html, as_text, label_text, sizes
+from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.measures.tables import as_html, as_text, label_text, sizes
 
 PLAN = LoopSpec(2, range(2), 2).plan()
 

@@ -17,9 +17,9 @@ def ablated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import numpy as np
 
     from visitlens.probe.analyses import store
-    from visitlens.probe.grouped import Grouped
     from visitlens.probe.head_ablation import HeadAblation
-    from visitlens.probe.measure import Measure
+    from visitlens.probe.measures.grouped import Grouped
+    from visitlens.probe.measures.measure import Measure
 
     path = tmp_path_factory.mktemp("ablated") / "looped.vlens"
     shutil.copytree(folder / "looped.vlens", path)

@@ -21,9 +21,9 @@ from visitlens.hooks.capture.generation import capture_generation
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.collect import StatisticsCollector
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun
-from visitlens.probe.statistics.base import Geometry
 
 TOKENS = torch.randint(3, 40, (2, 24), generator=torch.Generator().manual_seed(5))
 SEGMENTS = torch.tensor([[0] * 10 + [1] * 14, [2] * 10 + [3] * 11 + [-1] * 3])

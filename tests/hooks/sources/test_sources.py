@@ -14,8 +14,8 @@ from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import StepValues
 from visitlens.hooks.core.sites import SITES
-from visitlens.probe.collect import StatisticsCollector
-from visitlens.probe.statistics.base import Geometry
+from visitlens.probe.measures.collector import StatisticsCollector
+from visitlens.probe.measures.statistic import Geometry
 
 pytest.importorskip("transformers", reason="the extra visitlens[sources] is optional")
 TOKENS = torch.randint(3, 61, (2, 16), generator=torch.Generator().manual_seed(6))

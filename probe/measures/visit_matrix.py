@@ -10,7 +10,7 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
-from visitlens.probe.measure import StatArray
+from visitlens.probe.measures.measure import StatArray
 
 
 def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:

@@ -10,7 +10,7 @@ import numpy as np
 from visitlens.hooks.core.loop_plan import Step, VisitPair
 
 if TYPE_CHECKING:
-    from visitlens.probe.measure import StatArray
+    from visitlens.probe.measures.measure import StatArray
 
 _ROWS, _COLUMNS = 40, 24
 """What a notebook cell shows at most; `to_frame()` has everything."""

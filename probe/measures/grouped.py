@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.probe.bootstrap import mean_and_replicates, resampling_weights
-from visitlens.probe.measure import Measure, StatArray, json_numbers
+from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 
 VERSION = 1
 """Of the files."""

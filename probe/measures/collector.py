@@ -15,10 +15,10 @@ from torch import Tensor
 from visitlens.errors import InputError
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.probe import statistics as _folder
-from visitlens.probe.measure import Measure
-from visitlens.probe.phases import DECODE
-from visitlens.probe.statistics.base import Geometry, Statistic, TokenValues, present, stack
-from visitlens.probe.statistics.names import STAGES
+from visitlens.probe.measures.axes import STAGES
+from visitlens.probe.measures.measure import Measure
+from visitlens.probe.measures.phases import DECODE
+from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, present, stack
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

@@ -1,15 +1,15 @@
 """Writes docs/measures.md from the Measure objects themselves.
 
-python -m visitlens.probe.describe > docs/measures.md
+python -m visitlens.probe.measures.measures_page > docs/measures.md
 """
 
 from __future__ import annotations
 
-from visitlens.probe.collect import registered
+from visitlens.probe.measures.collector import registered
 
 _HEAD = """# Measures
 
-Generated from the code by `python -m visitlens.probe.describe`; every recording carries these definitions of its own.
+Generated from the code by `python -m visitlens.probe.measures.measures_page`; every recording carries these definitions of its own.
 Section and figure numbers are those of SMELT (arXiv 2609.01343 v3); "ours" marks what the paper leaves open or doesn't have.
 
 **Axes.** `step` is a (layer, visit) in execution order; `pair` is two visits of one layer, the earlier first; `head` is a

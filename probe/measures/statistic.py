@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.core.loop_plan import ExecutionPlan
-from visitlens.probe.measure import Measure
+from visitlens.probe.measures.measure import Measure
 
 if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues

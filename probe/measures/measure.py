@@ -191,7 +191,7 @@ class StatArray:
         return plot_stat(self)
 
     def _repr_html_(self) -> str:
-        from visitlens.probe.tables import as_html
+        from visitlens.probe.measures.tables import as_html
 
         return as_html(self)
 
