@@ -14,7 +14,7 @@ from visitlens.app.components import card, number, selector, table
 from visitlens.app.context import View
 from visitlens.app.live_parts import attribute
 from visitlens.app.panels import Panel, notebook, stat_rows
-from visitlens.probe.analyses import HeadAblation
+from visitlens.probe.analyses.results.store import HeadAblation
 from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, title_block
 from visitlens.probe.figures.series import INTERVAL, aligned
 from visitlens.probe.figures.theme import DIVERGING, Style, Theme, escape

@@ -15,7 +15,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.ablation import Task
-from visitlens.probe.analyses import DyckExample, DyckStudy
+from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
 from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure

@@ -19,7 +19,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.probe import analyses
+from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.measures.axes import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
 from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measures.measure import Measure, StatArray

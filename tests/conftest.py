@@ -20,7 +20,7 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe import analyses
+from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun

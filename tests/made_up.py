@@ -7,9 +7,9 @@ import numpy as np
 from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.ablation import AblationSums
 from visitlens.probe.ablation_run import head_ablation
-from visitlens.probe.analyses import DyckExample, DyckStudy
+from visitlens.probe.analyses.results.head_ablation import HeadAblation
+from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
 from visitlens.probe.dyck_study import MASS, SCORES
-from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.measures.grouped import Grouped
 
 PROMPTS = 12

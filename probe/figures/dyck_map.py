@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from visitlens.errors import RecordingError
-from visitlens.probe.analyses import DyckStudy
+from visitlens.probe.analyses.results.store import DyckStudy
 from visitlens.probe.figures.base import Figure
 from visitlens.probe.figures.drawing import diverging, frame, largest, line, sequential
 from visitlens.probe.figures.pair import Pair

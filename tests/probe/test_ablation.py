@@ -14,7 +14,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ablation import Task, ablate_heads, nll, text_task
 from visitlens.probe.ablation_run import ablate
-from visitlens.probe.head_ablation import holm
+from visitlens.probe.analyses.results.head_ablation import holm
 
 LENGTHS = (17, 9, 30, 2, 12, 25, 40, 6)
 

@@ -18,9 +18,9 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import untrusted
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.probe.ablation_run import ablate
-from visitlens.probe.analyses import DyckStudy, store
+from visitlens.probe.analyses.results.head_ablation import HeadAblation
+from visitlens.probe.analyses.results.store import DyckStudy, store
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
-from visitlens.probe.head_ablation import HeadAblation
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
 

@@ -14,7 +14,7 @@ from tests.planted import EXPERTS, HEAD, LAYER, Planted, plant
 from visitlens.hooks.text.documents import encode, pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.ablation_run import ablate
-from visitlens.probe.analyses import DyckStudy
+from visitlens.probe.analyses.results.store import DyckStudy
 from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
 from visitlens.probe.figures.base import find

@@ -16,8 +16,8 @@ def ablated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     import numpy as np
 
-    from visitlens.probe.analyses import store
-    from visitlens.probe.head_ablation import HeadAblation
+    from visitlens.probe.analyses.results.head_ablation import HeadAblation
+    from visitlens.probe.analyses.results.store import store
     from visitlens.probe.measures.grouped import Grouped
     from visitlens.probe.measures.measure import Measure
 

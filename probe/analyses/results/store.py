@@ -21,7 +21,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import read_json, real_folder
 from visitlens.hooks.recording.store.commit import commit
-from visitlens.probe.head_ablation import ABLATION, HeadAblation
+from visitlens.probe.analyses.results.head_ablation import ABLATION, HeadAblation
 from visitlens.probe.measures.grouped import (
     VERSION,
     Grouped,

@@ -1,0 +1,1 @@
+"""Results of analyses, kept beside a recording and read back."""
