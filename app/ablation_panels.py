@@ -15,9 +15,9 @@ from visitlens.app.context import View
 from visitlens.app.live_parts import attribute
 from visitlens.app.panels import Panel, notebook, stat_rows
 from visitlens.probe.analyses.results.store import HeadAblation
-from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, largest, title_block
-from visitlens.probe.figures.series import INTERVAL, aligned
-from visitlens.probe.figures.theme import DIVERGING, Style, Theme, escape
+from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, largest, title_block
+from visitlens.probe.drawing.series import INTERVAL, aligned
+from visitlens.probe.drawing.theme import DIVERGING, Style, Theme, escape
 from visitlens.probe.live_figures import spread
 from visitlens.probe.measures.measure import json_numbers
 

@@ -13,8 +13,8 @@ from plotly.io.json import to_json_plotly
 
 from visitlens.app.context import View
 from visitlens.app.panels import Panel
-from visitlens.probe.figures.page import CONFIG
-from visitlens.probe.figures.series import aligned, digits
+from visitlens.probe.drawing.page import CONFIG
+from visitlens.probe.drawing.series import aligned, digits
 from visitlens.probe.measures.measure import StatArray
 
 GRAPH_CONFIG: Any = {**CONFIG, "displayModeBar": False}

@@ -15,8 +15,8 @@ from visitlens.app.tokens import TokenTexts
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import brings_loader
 from visitlens.probe import loaded
+from visitlens.probe.drawing.theme import DARK, LIGHT, Theme
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.theme import DARK, LIGHT, Theme
 from visitlens.probe.opened import RecordedRun
 
 _Kept = TypeVar("_Kept")

@@ -22,11 +22,11 @@ from visitlens.app.context import Context, View, view_of
 from visitlens.app.pages import find_page
 from visitlens.app.panels import Panel
 from visitlens.errors import UnavailableError, VisitlensError
-from visitlens.probe.figures import page as html_page
-from visitlens.probe.figures.drawing import HEAD_MARGIN, short, title_block
+from visitlens.probe.drawing import page as html_page
+from visitlens.probe.drawing.drawing import HEAD_MARGIN, short, title_block
+from visitlens.probe.drawing.images import render
+from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.figures.export import json_text
-from visitlens.probe.figures.images import render
-from visitlens.probe.figures.theme import LIGHT
 
 _TYPES = {
     "png": "image/png",

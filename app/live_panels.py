@@ -11,7 +11,7 @@ from visitlens.app.components import selector
 from visitlens.app.context import View
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.panels import Panel
-from visitlens.probe.figures.theme import Theme
+from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.live_ablation import HeadScan
 from visitlens.probe.live_figures import attention_maps, head_grid, lens_map, norm_lines, place_label, scan_map
 from visitlens.probe.live_run import LiveRun

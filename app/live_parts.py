@@ -6,7 +6,7 @@ from typing import Any
 
 from dash import html
 
-from visitlens.probe.figures.series import digits
+from visitlens.probe.drawing.series import digits
 
 _STATUS_BADGES = {
     "kept": "badge muted",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.probe.figures.drawing import LAYER_AXIS, diverging, every, line_trace, sequential
-from visitlens.probe.figures.generic import label_text
-from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape
+from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, line_trace, sequential
+from visitlens.probe.drawing.series import series
+from visitlens.probe.drawing.stat_figure import label_text
+from visitlens.probe.drawing.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape
 from visitlens.probe.live_figures import spread
 from visitlens.probe.measures.measure import StatArray, json_numbers
 

@@ -33,7 +33,7 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import pack
-from visitlens.probe.figures.images import find_browser
+from visitlens.probe.drawing.images import find_browser
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 

@@ -17,13 +17,13 @@ import plotly.graph_objects as go
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.probe.figures import page
-from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
+from visitlens.probe.drawing import page
+from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
+from visitlens.probe.drawing.images import IMAGE_FORMATS, render
+from visitlens.probe.drawing.series import INTERVAL, series
+from visitlens.probe.drawing.theme import Style, Theme, escape, find_theme
 from visitlens.probe.figures.export import write_file, write_plotly_js
-from visitlens.probe.figures.images import IMAGE_FORMATS, render
 from visitlens.probe.figures.pair import describe
-from visitlens.probe.figures.series import INTERVAL, series
-from visitlens.probe.figures.theme import Style, Theme, escape, find_theme
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun, step_label
 from visitlens.probe.pairing import pair

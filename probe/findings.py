@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
+from visitlens.probe.drawing.series import INTERVAL
 from visitlens.probe.figures.dyck_map import dyck_study
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.figures.series import INTERVAL
 from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 from visitlens.probe.opened import RecordedRun
 

@@ -13,8 +13,8 @@ from plotly.colors import sample_colorscale
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, title_block
-from visitlens.probe.figures.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape, token_text
+from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, title_block
+from visitlens.probe.drawing.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape, token_text
 from visitlens.probe.live_ablation import HeadScan
 from visitlens.probe.live_run import LiveRun
 

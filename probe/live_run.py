@@ -11,7 +11,7 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, VisitPair
-from visitlens.probe.figures.theme import token_text
+from visitlens.probe.drawing.theme import token_text
 from visitlens.probe.live_prompts import TokenTexts
 from visitlens.probe.row_rule import RowRule
 
@@ -325,7 +325,7 @@ class LiveRun:
 
     def plot(self, layer: int, head: int, visits: tuple[int, int] | None = None, theme: str = "light") -> Any:
         """Attention maps of one head: earlier visit, later visit, difference (a Plotly figure)."""
-        from visitlens.probe.figures.theme import find_theme
+        from visitlens.probe.drawing.theme import find_theme
         from visitlens.probe.live_figures import attention_maps
 
         return attention_maps(self, layer, head, visits, find_theme(theme))

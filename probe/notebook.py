@@ -20,9 +20,9 @@ from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.bundled import SAMPLE
+from visitlens.probe.drawing.notebook_html import loop_svg
 from visitlens.probe.experiment import Results
 from visitlens.probe.experiment import experiment as run_experiment
-from visitlens.probe.pictures import loop_svg
 from visitlens.probe.progress import progress
 from visitlens.probe.runs import Run
 from visitlens.probe.samples import Sample

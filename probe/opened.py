@@ -361,7 +361,7 @@ class RecordedRun:
         return list(fixed[axis]()) if axis in fixed else list(range(size))
 
     def _repr_html_(self) -> str:
-        from visitlens.probe.pictures import recording_html
+        from visitlens.probe.drawing.notebook_html import recording_html
 
         return recording_html(self)
 

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from visitlens.probe import report_grid
+from visitlens.probe.drawing.page import caption, chart, document, escape
+from visitlens.probe.drawing.series import aligned, digits
+from visitlens.probe.drawing.theme import Theme, find_theme
 from visitlens.probe.figures.export import (
     Drawing,
     Progress,
@@ -22,11 +25,8 @@ from visitlens.probe.figures.export import (
     write_file,
     write_plotly_js,
 )
-from visitlens.probe.figures.page import caption, chart, document, escape
 from visitlens.probe.figures.pair import Pair, span
 from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.figures.series import aligned, digits
-from visitlens.probe.figures.theme import Theme, find_theme
 from visitlens.probe.findings import (
     FAILS,
     HOLDS,

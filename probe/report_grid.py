@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from visitlens.probe.figures.page import escape
+from visitlens.probe.drawing.page import escape
+from visitlens.probe.drawing.series import digits
 from visitlens.probe.figures.pair import span
 from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.figures.series import digits
 from visitlens.probe.findings import HOLDS, UNMEASURED, Finding
 from visitlens.probe.measures.measure import StatArray
 

@@ -20,7 +20,7 @@ from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.probe.pictures import LinkedMaps, show, token_strip
+from visitlens.probe.drawing.notebook_html import LinkedMaps, show, token_strip
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -293,8 +293,8 @@ def _compared(shown: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
 def _token_figure(labels: Sequence[str], series: dict[str, np.ndarray], title: str, unit: str) -> go.Figure:
     import plotly.graph_objects as go
 
-    from visitlens.probe.figures.generic import NotebookFigure
-    from visitlens.probe.figures.theme import LIGHT, escape
+    from visitlens.probe.drawing.stat_figure import NotebookFigure
+    from visitlens.probe.drawing.theme import LIGHT, escape
 
     places = list(range(1, len(labels) + 1))
     texts = [escape(label) for label in labels]

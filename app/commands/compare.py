@@ -36,7 +36,7 @@ def compare(
     """Compare two recordings, with differences and their 95% intervals."""
     from visitlens.probe.compare import compare as run
     from visitlens.probe.compare import comparison_data, write_comparison
-    from visitlens.probe.figures.series import aligned, digits
+    from visitlens.probe.drawing.series import aligned, digits
     from visitlens.probe.opened import open as open_recording
 
     first, second = open_recording(a), open_recording(b)

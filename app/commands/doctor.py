@@ -84,7 +84,7 @@ def diagnose() -> Diagnosis:
     import h5py
 
     from visitlens import __version__
-    from visitlens.probe.figures.images import find_browser
+    from visitlens.probe.drawing.images import find_browser
 
     packages, extras = _packages()
     threads: dict[str, Any] = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}

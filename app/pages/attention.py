@@ -17,7 +17,7 @@ from visitlens.app.plots import Line, Plot, visit_maps
 from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
 from visitlens.errors import RecordingError
 from visitlens.probe.cross_visit import two_visits
-from visitlens.probe.figures.theme import Theme, token_text
+from visitlens.probe.drawing.theme import Theme, token_text
 
 PATH, TITLE, ORDER = "/attention", "Attention", 22
 NEEDS = ("looped",)

@@ -12,11 +12,11 @@ from visitlens.app.context import View, routed
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
 from visitlens.app.plots import Plot, one_map
-from visitlens.probe.figures.drawing import written
+from visitlens.probe.drawing.drawing import written
+from visitlens.probe.drawing.series import with_interval
+from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.pair import describe as describe_run
 from visitlens.probe.figures.pair import span
-from visitlens.probe.figures.series import with_interval
-from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.findings import FAILS, HOLDS, OPEN, Finding, findings
 from visitlens.probe.measures.measure import StatArray
 

@@ -17,7 +17,7 @@ from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
 from visitlens.app.plots import Plot, plot
 from visitlens.probe.cross_visit import mean_over
-from visitlens.probe.figures.theme import Theme, escape, token_text
+from visitlens.probe.drawing.theme import Theme, escape, token_text
 from visitlens.probe.measures.measure import Measure, json_numbers
 from visitlens.probe.token_window import Experts, TokenWindow, stored_measures
 

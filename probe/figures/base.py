@@ -15,10 +15,10 @@ import plotly.graph_objects as go
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe import figures as _folder
+from visitlens.probe.drawing.series import INTERVAL
+from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import Cell, PairGrid
-from visitlens.probe.figures.series import INTERVAL
-from visitlens.probe.figures.theme import Theme
 from visitlens.probe.opened import RecordedRun
 
 Over = Literal["cell", "row", "column", "grid"]

@@ -11,11 +11,11 @@ import plotly.graph_objects as go
 
 from visitlens.errors import RecordingError
 from visitlens.probe.analyses.results.store import DyckStudy
+from visitlens.probe.drawing.drawing import diverging, frame, largest, line, sequential
+from visitlens.probe.drawing.series import series, with_interval
+from visitlens.probe.drawing.theme import ORANGE, Style, Theme, token_text
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import diverging, frame, largest, line, sequential
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.series import series, with_interval
-from visitlens.probe.figures.theme import ORANGE, Style, Theme, token_text
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import bars, empty_panel, frame, told
+from visitlens.probe.drawing.series import reference, series, with_interval
+from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.drawing import bars, empty_panel, frame, told
 from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.figures.series import reference, series, with_interval
-from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun
 

@@ -18,13 +18,13 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
-from visitlens.probe.figures import page
+from visitlens.probe.drawing import page
+from visitlens.probe.drawing.images import IMAGE_FORMATS, render
+from visitlens.probe.drawing.series import csv_rows
+from visitlens.probe.drawing.theme import Theme, find_theme
 from visitlens.probe.figures.base import Figure, find, registered
-from visitlens.probe.figures.images import IMAGE_FORMATS, render
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.figures.series import csv_rows
-from visitlens.probe.figures.theme import Theme, find_theme
 
 FORMATS = ("html", *IMAGE_FORMATS, "json", "csv")
 Progress = Callable[[int, int], None]

@@ -8,11 +8,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel, every, frame, line
+from visitlens.probe.drawing.series import series
+from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel, every, frame, line
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.opened import RecordedRun
 

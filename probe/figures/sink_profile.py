@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
+from visitlens.probe.drawing.series import plan_of, series
+from visitlens.probe.drawing.theme import Style, Theme, escape
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
 from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.series import plan_of, series
-from visitlens.probe.figures.theme import Style, Theme, escape
 from visitlens.probe.opened import RecordedRun, step_label
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import frame
+from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.drawing import frame
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.sink_profile import SinkProfile, add_profile
-from visitlens.probe.figures.theme import Theme, escape
 from visitlens.probe.opened import RecordedRun
 
 _COLUMNS = 2

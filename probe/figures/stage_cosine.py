@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import cell_map, diverging, frame, line, sequential
+from visitlens.probe.drawing.series import series
+from visitlens.probe.drawing.theme import Style, Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import cell_map, diverging, frame, line, sequential
 from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import Style, Theme
 from visitlens.probe.measures.axes import STAGES
 from visitlens.probe.opened import RecordedRun
 

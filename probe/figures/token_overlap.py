@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from visitlens.probe.drawing.drawing import LAYER_AXIS, every, frame, line
+from visitlens.probe.drawing.series import series
+from visitlens.probe.drawing.theme import Style, Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.drawing import LAYER_AXIS, every, frame, line
 from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import Style, Theme, escape
 from visitlens.probe.opened import RecordedRun
 
 PANELS = {"top1_match": "most-attended token", "top8_overlap": "top-8 tokens", "mass_overlap": "attention mass"}

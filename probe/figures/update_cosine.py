@@ -9,11 +9,11 @@ from typing import Any
 import plotly.graph_objects as go
 
 from visitlens.hooks.core.loop_plan import ExecutionPlan
+from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, diverging, empty_panel, frame, heat
+from visitlens.probe.drawing.series import plan_of, series, with_interval
+from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, diverging, empty_panel, frame, heat
 from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.figures.series import plan_of, series, with_interval
-from visitlens.probe.figures.theme import Theme
 from visitlens.probe.opened import RecordedRun, step_label
 
 

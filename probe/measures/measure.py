@@ -186,7 +186,7 @@ class StatArray:
 
     def plot(self) -> go.Figure:
         """A Plotly figure: a line with its interval for one axis, a heat map for two."""
-        from visitlens.probe.figures.generic import plot_stat
+        from visitlens.probe.drawing.stat_figure import plot_stat
 
         return plot_stat(self)
 

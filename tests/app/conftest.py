@@ -23,7 +23,7 @@ import visitlens as vl
 from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
-from visitlens.probe.figures.images import find_browser
+from visitlens.probe.drawing.images import find_browser
 from visitlens.probe.opened import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"

@@ -44,7 +44,7 @@ def test_missing_and_old_packages_become_suggestions(run, monkeypatch) -> None:
         "x; extra == 'dev'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda _: requirements)
-    monkeypatch.setattr("visitlens.probe.figures.images.find_browser", lambda: None)
+    monkeypatch.setattr("visitlens.probe.drawing.images.find_browser", lambda: None)
     found = json.loads(run("--json"))
     assert list(found["extras"]) == ["model", "fast"]
     assert "torch 99.1 or later (not " in found["extras"]["model"][0] and found["extras"]["fast"] == ["no-such-package"]

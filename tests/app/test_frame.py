@@ -32,7 +32,7 @@ from visitlens.app.registry import Registry
 from visitlens.app.state import Selection, fit, parse
 from visitlens.errors import InputError
 from visitlens.probe.cross_visit import largest_change, two_visits
-from visitlens.probe.figures.theme import LIGHT
+from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.token_window import Segments, compare_experts, stored_measures
 

@@ -10,7 +10,7 @@ import pytest
 
 from visitlens.errors import InputError
 from visitlens.probe.compare import compare, comparison_data, draw_comparison, write_comparison
-from visitlens.probe.figures.theme import LIGHT
+from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.opened import RecordedRun
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError
+from visitlens.probe.drawing.drawing import cell_grid, subtitle, written
+from visitlens.probe.drawing.series import csv_rows
+from visitlens.probe.drawing.theme import LIGHT, PAPER
 from visitlens.probe.figures.base import Figure, find, panel_series, registered
-from visitlens.probe.figures.drawing import cell_grid, subtitle, written
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid, pair_grid
-from visitlens.probe.figures.series import csv_rows
-from visitlens.probe.figures.theme import LIGHT, PAPER
 from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.opened import RecordedRun
 

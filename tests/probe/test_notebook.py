@@ -14,9 +14,9 @@ from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.interventions.intervene import intervene
 from visitlens.probe.bundled import PAIR
+from visitlens.probe.drawing.notebook_html import LinkedMaps, coloured, loop_svg
 from visitlens.probe.notebook import Model
 from visitlens.probe.opened import RecordedRun
-from visitlens.probe.pictures import LinkedMaps, coloured, loop_svg
 from visitlens.probe.runs import Run
 
 TEXT = "The router picks eight experts for each token, and the second visit keeps most."

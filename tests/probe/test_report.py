@@ -18,10 +18,10 @@ import plotly.graph_objects as go
 import pytest
 
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
+from visitlens.probe.drawing.images import find_browser, render
+from visitlens.probe.drawing.page import CONFIG
 from visitlens.probe.figures.base import find, registered
 from visitlens.probe.figures.export import write_figures, write_file
-from visitlens.probe.figures.images import find_browser, render
-from visitlens.probe.figures.page import CONFIG
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.findings import CLAIMS, FAILS, HOLDS, OPEN, UNMEASURED, findings, findings_data, grid_findings

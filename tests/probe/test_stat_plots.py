@@ -7,7 +7,7 @@ import plotly.io as pio
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.probe.figures.generic import label_text, plot_stat
+from visitlens.probe.drawing.stat_figure import label_text, plot_stat
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.opened import RecordedRun
 

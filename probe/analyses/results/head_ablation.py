@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.probe.figures.series import digits, series, with_interval
+from visitlens.probe.drawing.series import digits, series, with_interval
 from visitlens.probe.measures.grouped import Grouped, about_stat, check_integers, checked_about, checked_text, header
 from visitlens.probe.measures.measure import StatArray, json_numbers
 

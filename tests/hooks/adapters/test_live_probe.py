@@ -24,8 +24,8 @@ from visitlens.hooks.adapters import replay
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace
+from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.figures.export import json_text
-from visitlens.probe.figures.theme import LIGHT
 from visitlens.probe.live import LiveModel
 
 PROMPT = "Two visits."

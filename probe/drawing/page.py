@@ -11,7 +11,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from visitlens.probe.figures.drawing import HEAD_MARGIN
+from visitlens.probe.drawing.drawing import HEAD_MARGIN
 from visitlens.probe.figures.pair import span
 
 PLOTLY_JS = "plotly.min.js"

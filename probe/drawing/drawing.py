@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.colors import get_colorscale
 from plotly.subplots import make_subplots
 
-from visitlens.probe.figures.theme import DIVERGING, SEQUENTIAL, Style, Theme, escape
+from visitlens.probe.drawing.theme import DIVERGING, SEQUENTIAL, Style, Theme, escape
 
 LAYER_AXIS = "physical layer (0-based)"
 STEP_AXIS = "execution step, as layer·visit"

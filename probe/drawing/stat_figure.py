@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 
 from visitlens.errors import InputError
-from visitlens.probe.figures.drawing import (
+from visitlens.probe.drawing.drawing import (
     HEAD_MARGIN,
     LAYER_AXIS,
     STEP_AXIS,
@@ -21,9 +21,9 @@ from visitlens.probe.figures.drawing import (
     sequential,
     title_block,
 )
-from visitlens.probe.figures.page import CONFIG
-from visitlens.probe.figures.series import series
-from visitlens.probe.figures.theme import LIGHT, Style, Theme, escape
+from visitlens.probe.drawing.page import CONFIG
+from visitlens.probe.drawing.series import series
+from visitlens.probe.drawing.theme import LIGHT, Style, Theme, escape
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.measures.tables import label_text
 

@@ -1,0 +1,1 @@
+"""What figures are drawn with: theme, heat maps, series, pages, images."""
