@@ -22,7 +22,7 @@ import typer
 import visitlens as vl
 from visitlens.hooks.interventions.intervene import site_means
 from visitlens.probe.experiments.attribution import attribute, exact_chain, rank_correlation, spread
-from visitlens.probe.scores import score
+from visitlens.probe.samples.scores import score
 
 
 def main(

@@ -28,7 +28,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervene import replace as put_in
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.scores import check_predicts, device_of
+from visitlens.probe.samples.scores import check_predicts, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -16,11 +16,11 @@ from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.ablation import Task
 from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
-from visitlens.probe.dyck import SHOTS, AnswerStyle, DyckPrompt, dyck_case
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import wide
-from visitlens.probe.scores import check_predicts, device_of
+from visitlens.probe.samples.dyck_prompts import SHOTS, AnswerStyle, DyckPrompt, dyck_case
+from visitlens.probe.samples.scores import check_predicts, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.notebook import Model
-    from visitlens.probe.samples import Sample
+    from visitlens.probe.samples.sample import Sample
 
 Experiment = Callable[..., dict[str, StatArray]]
 
@@ -111,7 +111,7 @@ def experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: 
         InputError: no such experiment or option, or what the experiment refuses.
     """
     from visitlens.hooks.core.model_interface import check_model
-    from visitlens.probe.samples import Sample
+    from visitlens.probe.samples.sample import Sample
 
     function = find(name)
     model = getattr(model, "native", model)

@@ -31,7 +31,7 @@ from visitlens.probe.live_arrays import arrays_of, as_array, lacking
 from visitlens.probe.live_forward import forward_of
 from visitlens.probe.live_prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
 from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
-from visitlens.probe.scores import device_of
+from visitlens.probe.samples.scores import device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted_model import AdaptedModel

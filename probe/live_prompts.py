@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.probe.dyck import SHOTS, dyck_case
+from visitlens.probe.samples.dyck_prompts import SHOTS, dyck_case
 
 TOKEN_LIMIT = 512
 """Default limit of a live run, BOS included: the longest prompt whose maps are drawn cell by cell."""

@@ -25,7 +25,7 @@ from visitlens.probe.experiment import Results
 from visitlens.probe.experiment import experiment as run_experiment
 from visitlens.probe.progress import progress
 from visitlens.probe.runs import Run
-from visitlens.probe.samples import Sample
+from visitlens.probe.samples.sample import Sample
 
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 

@@ -32,7 +32,7 @@ READING_PATH = (
     "probe.measures.measure",
     "probe.measures.bootstrap",
     "probe.opened",
-    "probe.dyck",
+    "probe.samples.dyck_prompts",
     "hooks.text.documents",
 )
 

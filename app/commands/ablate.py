@@ -66,9 +66,9 @@ def ablate(
     with loading("torch"):
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.bundled import SAMPLE
-        from visitlens.probe.dyck import AnswerStyle
         from visitlens.probe.dyck_study import DyckSettings
         from visitlens.probe.opened import open as open_recording
+        from visitlens.probe.samples.dyck_prompts import AnswerStyle
 
     answers = AnswerStyle() if style is Style.fixed else None
     request = AblationRequest(

@@ -18,8 +18,8 @@ from visitlens.hooks.interventions.gradients import site_gradients
 from visitlens.hooks.interventions.intervene import Intervention, site_means, zero
 from visitlens.hooks.interventions.intervene import mean as mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches, check_predicts, device_of, score
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import batches, check_predicts, device_of, score
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -15,8 +15,8 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import with_loop_count
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import STATE, batches, device_of, state_after
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import STATE, batches, device_of, state_after
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel

@@ -10,8 +10,8 @@ import numpy as np
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import with_loop_count
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import score
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import score
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -17,8 +17,8 @@ from visitlens.errors import InputError
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, skip, take
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import Scores, score
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import Scores, score
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -18,8 +18,8 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.interventions.intervene import Intervention, replace
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import ROLES, Progress, Sample, silent
-from visitlens.probe.scores import STATE, batches, device_of, predictions
+from visitlens.probe.samples.sample import ROLES, Progress, Sample, silent
+from visitlens.probe.samples.scores import STATE, batches, device_of, predictions
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

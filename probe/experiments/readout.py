@@ -17,8 +17,8 @@ from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import replace
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import STATE, Batch, batches, device_of, predictions, state_after
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import STATE, Batch, batches, device_of, predictions, state_after
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

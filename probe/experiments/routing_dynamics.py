@@ -10,8 +10,8 @@ import torch
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples import Progress, Sample, silent
-from visitlens.probe.scores import batches, device_of
+from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.scores import batches, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

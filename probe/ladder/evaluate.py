@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.dyck import SHOTS, dyck_prompt
+from visitlens.probe.samples.dyck_prompts import SHOTS, dyck_prompt
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.config import LoopedMoEConfig

@@ -15,8 +15,8 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.text.documents import Packer
-from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.ladder.corpus import SpecialTokens, TokenizedDocuments
+from visitlens.probe.samples.dyck_prompts import dyck_prompt
 
 DYCK_TRAINING, DYCK_VALIDATION = 1, 2  # first word of a prompt's seed: the two never meet
 MAX_SHOTS = 8

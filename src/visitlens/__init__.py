@@ -29,7 +29,7 @@ _EXPORTS = {
     "open": "visitlens.probe.opened",
     "plan_recording": "visitlens.probe.run",
     "record": "visitlens.probe.run",
-    "Sample": "visitlens.probe.samples",
+    "Sample": "visitlens.probe.samples.sample",
     "do": "visitlens.hooks.interventions.intervene",
     "experiment": "visitlens.probe.experiment",
     "intervene": "visitlens.hooks.interventions.intervene",

@@ -14,8 +14,8 @@ import visitlens as vl
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.dyck import dyck_prompt
 from visitlens.probe.grid import Grid, GridCell
+from visitlens.probe.samples.dyck_prompts import dyck_prompt
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from visitlens.errors import InputError
-from visitlens.probe.dyck import (
+from visitlens.probe.samples.dyck_prompts import (
     LEADS,
     MARKERS,
     PAIRS,

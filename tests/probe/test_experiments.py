@@ -19,8 +19,8 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import Results, experiment, find, options, question, registered
 from visitlens.probe.experiments.attribution import attribute, rank_correlation, spread
 from visitlens.probe.ladder.evaluate import text_loss
-from visitlens.probe.samples import ROLES, Sample
-from visitlens.probe.scores import score
+from visitlens.probe.samples.sample import ROLES, Sample
+from visitlens.probe.samples.scores import score
 
 ModelFactory = Callable[..., LoopedMoE]
 

@@ -23,8 +23,8 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import experiment
 from visitlens.probe.experiments.mechanism_ledger import ATTENTION, ROUTED, SKIPPED
-from visitlens.probe.samples import Sample
-from visitlens.probe.scores import score
+from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.scores import score
 
 CONTENT = 7
 VOCABULARY = 3 + CONTENT

@@ -15,10 +15,10 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.documents import Document
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.bundled import PAIR, SAMPLE
-from visitlens.probe.dyck import PAIRS
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.samples import ROLES, Sample
-from visitlens.probe.scores import score
+from visitlens.probe.samples.dyck_prompts import PAIRS
+from visitlens.probe.samples.sample import ROLES, Sample
+from visitlens.probe.samples.scores import score
 
 CONFIG, TOKENIZER = load_config(PAIR["looped"]), load_tokenizer(PAIR["looped"])
 

@@ -17,8 +17,8 @@ from visitlens.hooks.interventions.intervene import intervene, replace, scale, s
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.experiment import experiment
 from visitlens.probe.experiments.attribution import attribute
-from visitlens.probe.samples import Sample
-from visitlens.probe.scores import score
+from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.scores import score
 
 Adapted = Callable[..., AdaptedModel]
 LOOPED = ("dory", "inkling2_loop_text")

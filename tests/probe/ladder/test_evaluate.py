@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.dyck import PAIRS
 from visitlens.probe.ladder.evaluate import dyck_by_shots, text_loss
+from visitlens.probe.samples.dyck_prompts import PAIRS
 
 VOCABULARY = 130
 

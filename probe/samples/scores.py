@@ -16,7 +16,7 @@ from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.probe.samples import Progress, Sample, silent
+from visitlens.probe.samples.sample import Progress, Sample, silent
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE

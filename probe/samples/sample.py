@@ -14,9 +14,9 @@ import numpy as np
 from visitlens.errors import InputError
 from visitlens.hooks.text.documents import Document, encode, pack, read_documents
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.dyck import PAIRS, SHOTS, DyckPrompt, dyck_prompt
 from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS, DyckPrompt, dyck_prompt
 
 ROLES = ("start", "demonstration inputs", "demonstration answers", "last input", "last answer")
 """Parts of a Dyck prompt; an input runs up to and with the marker of its answer."""

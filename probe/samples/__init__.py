@@ -1,0 +1,1 @@
+"""Documents and prompts to experiment on, and the scores over them."""
