@@ -56,7 +56,7 @@ def _ablate(recording: Path) -> None:
 
 def _record(side: str, out: Path) -> None:
     from visitlens.hooks.recording.write.record import RecordingOptions
-    from visitlens.probe.run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
     maps = side == "maps"
     request = RunRequest(

@@ -7,7 +7,7 @@ from typing import Any
 
 from visitlens.app.registry import Entry, without_folder
 from visitlens.errors import InputError
-from visitlens.probe.reading import as_recorded
+from visitlens.probe.jobs.as_recorded import as_recorded
 
 
 def read_as(entries: Iterable[Entry], weights: str, given: Mapping[str, Any]) -> dict[str, Any]:

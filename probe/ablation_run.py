@@ -20,12 +20,12 @@ from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_h
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.jobs.as_recorded import as_recorded
+from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.opened import RecordedRun
 from visitlens.probe.opened import open as open_recording
-from visitlens.probe.reading import as_recorded
-from visitlens.probe.run import RunRequest, pack_text
 
 METRICS = ("dyck", "text")
 

@@ -28,8 +28,8 @@ from visitlens.probe.figures.export import json_text, write_file
 from visitlens.probe.figures.pair import Pair
 from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.grid import Grid, GridCell
+from visitlens.probe.jobs.processes import context, end_with_parent
 from visitlens.probe.opened import open as open_recording
-from visitlens.probe.processes import context, end_with_parent
 from visitlens.probe.report import write_report
 
 STATE = "reproduce.json"
@@ -214,7 +214,7 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
         from visitlens.hooks.recording.write.record import RecordingOptions
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.dyck_study import DyckSettings
-        from visitlens.probe.run import PreparedRun, RunRequest
+        from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
         options = RecordingOptions(level="tokens")
         native = model_type(resolve(job.checkpoint)) is None

@@ -15,7 +15,7 @@ from visitlens.app.console import comma_separated, console, loading, progress_sh
 from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 
 if TYPE_CHECKING:
-    from visitlens.probe.run import RunRequest
+    from visitlens.probe.jobs.prepared_run import RunRequest
 
 
 class Level(StrEnum):
@@ -79,8 +79,8 @@ def record(
     with loading("torch"):
         from visitlens.hooks.recording.store.object_store import is_url
         from visitlens.hooks.recording.write.record import RecordingOptions
-        from visitlens.probe.ranks import ranks
-        from visitlens.probe.run import RunRequest
+        from visitlens.probe.jobs.prepared_run import RunRequest
+        from visitlens.probe.jobs.torchrun import ranks
 
     options = RecordingOptions(
         level=level.value,
@@ -117,7 +117,7 @@ def record(
 
 
 def _record(request: RunRequest) -> None:
-    from visitlens.probe.run import PreparedRun
+    from visitlens.probe.jobs.prepared_run import PreparedRun
 
     with loading("the model and the text"):
         run = PreparedRun(request)

@@ -17,10 +17,10 @@ from pathlib import Path
 from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.probe.grid import SIDES, Grid, GridCell
+from visitlens.probe.jobs.processes import context
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan
 from visitlens.probe.ladder.train import Cadence, Recipe, train
-from visitlens.probe.processes import context
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "training.json")
 JobProgress = Callable[[str, int, int, float], None]

@@ -25,7 +25,7 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.lease import LEASE, Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.probe.workers import _Crew, _Worker
+from visitlens.probe.jobs.workers import _Crew, _Worker
 
 pytestmark = pytest.mark.parametrize("url", ["memory"], indirect=True)
 

@@ -28,10 +28,10 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
-from visitlens.probe import ranks as ranks_module
 from visitlens.probe.bundled import PAIR
-from visitlens.probe.ranks import ranks
-from visitlens.probe.run import PreparedRun, RunRequest
+from visitlens.probe.jobs import torchrun as ranks_module
+from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+from visitlens.probe.jobs.torchrun import ranks
 
 MEASURES = ("sink_mass", "resid_rms", "expert_load")
 
@@ -163,7 +163,7 @@ def test_three_ranks_hold_their_own_experts_and_nothing_of_the_others(
             return model
 
         ranks_module.load_model = look
-        import visitlens.probe.run as run
+        import visitlens.probe.jobs.prepared_run as run
 
         run.load_native = look
         return recorded(request(folder, out)), {shape[0] for shape in sizes}, len(sizes)

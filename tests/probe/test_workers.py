@@ -22,8 +22,8 @@ from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.probe.bundled import PAIR, SAMPLE
-from visitlens.probe.processes import context
-from visitlens.probe.run import PreparedRun, RunRequest, plan_recording
+from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest, plan_recording
+from visitlens.probe.jobs.processes import context
 
 
 def request(out: Path, **changes: object) -> RunRequest:

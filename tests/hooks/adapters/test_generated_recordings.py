@@ -19,7 +19,7 @@ from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.recording.write.record import RecordingOptions, record
-from visitlens.probe.generated import continue_prompts
+from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun

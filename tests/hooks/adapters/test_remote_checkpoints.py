@@ -21,7 +21,7 @@ from visitlens.app.live_service import LiveService
 from visitlens.app.registry import Registry
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.probe.reading import as_recorded
+from visitlens.probe.jobs.as_recorded import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]
 CODE = {

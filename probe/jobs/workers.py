@@ -22,10 +22,10 @@ from visitlens.hooks.recording.store.commit import sole_writer
 from visitlens.hooks.recording.write.ledger import Ledger, ShardTask, read_shard
 from visitlens.hooks.recording.write.record import interrupt_between_contexts, open_ledger, tokens_per_shard
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.processes import context, orphaned
+from visitlens.probe.jobs.processes import context, orphaned
 
 if TYPE_CHECKING:
-    from visitlens.probe.run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
 MAX_ATTEMPTS = 3
 
@@ -191,7 +191,7 @@ class _DriverGone(Exception):
 
 def _work(pipe: Connection, request: RunRequest, contexts: PackedTokens, run: dict[str, Any], number: int) -> None:
     """The life of a worker. It ends with its driver: an orphan commits nothing."""
-    from visitlens.probe.run import PreparedRun
+    from visitlens.probe.jobs.prepared_run import PreparedRun
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver gets it and says when to stop
 

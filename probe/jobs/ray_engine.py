@@ -23,7 +23,7 @@ from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
-    from visitlens.probe.run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
 MAX_RETRIES = 3
 
@@ -91,7 +91,7 @@ _writers: dict[str, tuple[ShardWriter, TemporaryDirectory[str] | None]] = {}
 
 def write_shard(shared: tuple[RunRequest, PackedTokens, dict[str, Any]], task: ShardTask) -> Shard:
     """The task, in a worker process of the cluster."""
-    from visitlens.probe.run import PreparedRun
+    from visitlens.probe.jobs.prepared_run import PreparedRun
 
     request, contexts, run = shared
     if run["run_uuid"] not in _writers:

@@ -19,7 +19,7 @@ from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.loading.load_model import model_type, resolve
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.expert_parallel import PeerError, follow
-from visitlens.probe.run import RunRequest
+from visitlens.probe.jobs.prepared_run import RunRequest
 
 _PATIENCE = timedelta(hours=6)  # the other ranks wait while rank 0 packs text, computes statistics and writes
 _WHY = "visitlens/why"

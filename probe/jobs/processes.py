@@ -16,7 +16,7 @@ def context() -> BaseContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     forked = _Context()
-    forked.set_forkserver_preload(["visitlens.probe.run"])
+    forked.set_forkserver_preload(["visitlens.probe.jobs.prepared_run"])
     return forked
 
 

@@ -35,7 +35,7 @@ from visitlens.hooks.recording.write import record as recorder
 from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token
 from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
-from visitlens.probe.generated import continue_prompts
+from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.opened import RecordedRun
@@ -85,7 +85,7 @@ class RunRequest:
     seed: int = 0
     checks: bool = True
     mesh: DeviceMesh | None = None
-    """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.ranks`."""
+    """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.jobs.torchrun`."""
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -212,11 +212,11 @@ class PreparedRun:
         """Writes or continues the recording; returns its path."""
         request = self.request
         if request.engine == "ray":
-            from visitlens.probe.ray_engine import record_on_ray
+            from visitlens.probe.jobs.ray_engine import record_on_ray
 
             record_on_ray(self, on_progress)
         elif request.workers > 1:
-            from visitlens.probe.workers import record_with_workers
+            from visitlens.probe.jobs.workers import record_with_workers
 
             record_with_workers(self, on_progress)
         else:

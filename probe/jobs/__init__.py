@@ -1,0 +1,1 @@
+"""From a checkpoint and a text to a recording: one process, workers, Ray or torchrun."""
