@@ -13,8 +13,8 @@ from visitlens.app.components import card, number, table
 from visitlens.app.context import View
 from visitlens.app.documents import segment_of, segments
 from visitlens.errors import RecordingError
-from visitlens.probe.attention_from_qk import MOST_TOKENS, attention_from_qk, holds_qk
-from visitlens.probe.token_window import changed_keys
+from visitlens.probe.reading.attention_from_qk import MOST_TOKENS, attention_from_qk, holds_qk
+from visitlens.probe.reading.token_window import changed_keys
 
 
 @dataclass(frozen=True)

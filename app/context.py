@@ -16,8 +16,8 @@ from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import brings_loader
 from visitlens.probe import loaded
 from visitlens.probe.drawing.theme import DARK, LIGHT, Theme
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _Kept = TypeVar("_Kept")
 _MOST_KEPT = 64

@@ -12,7 +12,7 @@ from visitlens.app.documents import segment_choices
 from visitlens.app.state import AGGREGATIONS, common_visits
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 def controls(page: ModuleType | None, view: View) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from visitlens.app.context import View
-from visitlens.probe.token_window import Segments
+from visitlens.probe.reading.token_window import Segments
 
 _PICKED = 200
 _LONG = 16

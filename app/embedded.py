@@ -15,7 +15,7 @@ from visitlens.app.context import Context, checkpoint_folder
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
 from visitlens.errors import InputError
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _PATIENCE = 60  # seconds, for answers
 

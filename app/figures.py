@@ -10,8 +10,8 @@ from visitlens.app.panels import Panel, figure_panel
 from visitlens.errors import VisitlensError
 from visitlens.probe.figures.base import Figure, registered
 from visitlens.probe.figures.export import Drawing
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
 
 _LINKS: dict[str, dict[str, Any]] = {
     "sink-heads": {"path": "/attention", "x": "head", "y": "layer"},

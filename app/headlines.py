@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from visitlens.errors import VisitlensError
-from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.two_visits import two_visits
 
 Visits = tuple[int, int] | None
 

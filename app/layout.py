@@ -17,7 +17,7 @@ from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
 from visitlens.app.state import Selection, abbreviated, named
 from visitlens.errors import StorageError, VisitlensError
-from visitlens.probe.cross_visit import largest_change
+from visitlens.probe.reading.two_visits import largest_change
 
 WATCH_MS = 4000
 """How often an unfinished recording, or a folder without one, is looked at again."""

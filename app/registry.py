@@ -17,10 +17,10 @@ from visitlens.errors import InputError, RecordingError, StorageError
 from visitlens.hooks.recording.format.schema import MANIFEST, SUMMARY
 from visitlens.hooks.recording.store.fetch_cache import fetched_folder
 from visitlens.hooks.recording.store.object_store import is_url
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.grid import Grid
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.grid import Grid
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import open as open_recording
 
 Place = Path | str
 """Of a recording: a path, or the URL of one in an object store."""

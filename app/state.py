@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from visitlens.hooks.core.loop_plan import ExecutionPlan
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 AGGREGATIONS = ("mean", "each", "token")
 """`mean` over heads (the default), `each` head by itself, `token`: the mean of each token's own ratio."""

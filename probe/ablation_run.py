@@ -24,8 +24,8 @@ from visitlens.probe.jobs.as_recorded import as_recorded
 from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import open as open_recording
 
 METRICS = ("dyck", "text")
 

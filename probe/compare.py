@@ -23,10 +23,10 @@ from visitlens.probe.drawing.images import IMAGE_FORMATS, render
 from visitlens.probe.drawing.series import INTERVAL, series
 from visitlens.probe.drawing.theme import Style, Theme, escape, find_theme
 from visitlens.probe.figures.export import write_file, write_plotly_js
-from visitlens.probe.figures.pair import describe
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun, step_label
-from visitlens.probe.pairing import pair
+from visitlens.probe.reading.pair import describe
+from visitlens.probe.reading.pairing import pair
+from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
 By = Literal["mean", "layer", "step"]
 _PLACES = ("step", "pair")

@@ -15,7 +15,7 @@ from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES
 from visitlens.hooks.recording.store.commit import storage_error
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
 DERIVED = ("expert_overlap", "expert_overlap_chance_by_load", "load_imbalance", "norm_ratio")
 DERIVED += ("update_cosine_same_layer", "update_cosine_other_layers")

@@ -17,10 +17,10 @@ import numpy as np
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.drawing.series import INTERVAL
 from visitlens.probe.figures.dyck_map import dyck_study
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 PAPER = "arXiv 2609.01343 v3, Section 6"
 RULE = "A direction holds if the whole interval of the difference lies on the claimed side of 0; is not decided if it contains 0."

@@ -25,8 +25,6 @@ from visitlens.probe.figures.export import (
     write_file,
     write_plotly_js,
 )
-from visitlens.probe.figures.pair import Pair, span
-from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.findings import (
     FAILS,
     HOLDS,
@@ -39,6 +37,8 @@ from visitlens.probe.findings import (
     grid_findings_data,
 )
 from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.reading.pair import Pair, span
+from visitlens.probe.reading.pair_grid import PairGrid
 
 _FILES = ("png", "svg", "json", "csv")
 _CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", UNMEASURED: "muted"}

@@ -25,11 +25,11 @@ from visitlens.errors import InputError, RecordingError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import weight_files
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.probe.figures.export import json_text, write_file
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
-from visitlens.probe.grid import Grid, GridCell
 from visitlens.probe.jobs.processes import context, end_with_parent
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.grid import Grid, GridCell
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
+from visitlens.probe.reading.recorded_run import open as open_recording
 from visitlens.probe.report import write_report
 
 STATE = "reproduce.json"

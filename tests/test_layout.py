@@ -14,7 +14,7 @@ import pytest
 
 import visitlens
 from visitlens.probe.measures.collector import registered
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "hooks", "probe", "app")
@@ -31,7 +31,7 @@ READING_PATH = (
     "hooks.recording.read.recording",
     "probe.measures.measure",
     "probe.measures.bootstrap",
-    "probe.opened",
+    "probe.reading.recorded_run",
     "probe.samples.dyck_prompts",
     "hooks.text.documents",
 )

@@ -50,6 +50,6 @@ def test_the_wheel_runs_from_another_folder(built: Path, tmp_path: Path) -> None
     target = tmp_path / "site"
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         wheel.extractall(target)
-    code = f"import sys; sys.path.insert(0, {str(target)!r}); import visitlens, visitlens.probe.opened; print(visitlens.__file__)"
+    code = f"import sys; sys.path.insert(0, {str(target)!r}); import visitlens, visitlens.probe.reading.recorded_run; print(visitlens.__file__)"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert str(target) in result.stdout

@@ -67,7 +67,7 @@ def ablate(
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
         from visitlens.probe.bundled import SAMPLE
         from visitlens.probe.dyck_study import DyckSettings
-        from visitlens.probe.opened import open as open_recording
+        from visitlens.probe.reading.recorded_run import open as open_recording
         from visitlens.probe.samples.dyck_prompts import AnswerStyle
 
     answers = AnswerStyle() if style is Style.fixed else None

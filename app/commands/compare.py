@@ -37,7 +37,7 @@ def compare(
     from visitlens.probe.compare import compare as run
     from visitlens.probe.compare import comparison_data, write_comparison
     from visitlens.probe.drawing.series import aligned, digits
-    from visitlens.probe.opened import open as open_recording
+    from visitlens.probe.reading.recorded_run import open as open_recording
 
     first, second = open_recording(a), open_recording(b)
     data = comparison_data(first, second, run(first, second, by.value, comma_separated(measures)), by.value)

@@ -26,7 +26,7 @@ def export(
     """Write a statistic with its intervals, per-token values, or activations to a file; its ending says which kind."""
     from visitlens.app.console import token_bounds
     from visitlens.probe.exports import choose, write
-    from visitlens.probe.opened import open as open_recording
+    from visitlens.probe.reading.recorded_run import open as open_recording
 
     chosen = choose(
         open_recording(recording),

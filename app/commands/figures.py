@@ -32,7 +32,7 @@ def figures(
     """Draw figures from recordings: of a pair, or of a grid's row, column or all of it."""
     from visitlens.probe.figures.base import registered
     from visitlens.probe.figures.export import write_figures
-    from visitlens.probe.figures.pairs import pair_grid
+    from visitlens.probe.reading.pair_grid import pair_grid
 
     if list_:
         for figure in registered():

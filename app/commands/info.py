@@ -16,7 +16,7 @@ def info(
     """Say what a recording holds and where it comes from. Exit code 1 where shards are missing or cut."""
     from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.recording.store.commit import readable_bytes
-    from visitlens.probe.opened import open as open_recording
+    from visitlens.probe.reading.recorded_run import open as open_recording
 
     rec = open_recording(recording)
     stored, config, run = rec.recording, rec.recording.config, rec.recording.run

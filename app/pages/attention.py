@@ -16,8 +16,8 @@ from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_
 from visitlens.app.plots import Line, Plot, visit_maps
 from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
 from visitlens.errors import RecordingError
-from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.drawing.theme import Theme, token_text
+from visitlens.probe.reading.two_visits import two_visits
 
 PATH, TITLE, ORDER = "/attention", "Attention", 22
 NEEDS = ("looped",)
@@ -187,7 +187,7 @@ def _code(view: View, place: Place, layer: int) -> str:
         return f"maps = rec.recording.attention_maps(layer={layer}, visit={visit})  # [context, head, query, key]\nmaps[{place.index}, {view.head}]"
     span = f"({place.start}, {place.start + place.tokens})"
     return (
-        "from visitlens.probe.attention_from_qk import attention_from_qk\n"
+        "from visitlens.probe.reading.attention_from_qk import attention_from_qk\n"
         f"attention_from_qk(rec, layer={layer}, visit={visit}, head={view.head}, tokens={span})  # [query, key]"
     )
 

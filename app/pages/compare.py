@@ -14,9 +14,9 @@ from visitlens.app.controls import layered, measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
-from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.two_visits import mean_over
 
 PATH, TITLE, ORDER = "/compare", "Compare", 40
 NEEDS = ("recording",)

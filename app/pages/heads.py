@@ -12,8 +12,8 @@ from visitlens.app.context import Context, View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
 from visitlens.app.plots import Line
-from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
 from visitlens.probe.measures.measure import Measure
+from visitlens.probe.reading.two_visits import TwoVisits, by_layer_once, mean_over, two_visits
 
 PATH, TITLE, ORDER = "/heads", "Heads", 11
 NEEDS = ("recording",)

@@ -12,8 +12,8 @@ from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
-from visitlens.probe.cross_visit import TwoVisits, by_layer_once, mean_over, two_visits
 from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.reading.two_visits import TwoVisits, by_layer_once, mean_over, two_visits
 
 PATH, TITLE, ORDER = "/layers", "Layers", 10
 NEEDS = ("recording",)

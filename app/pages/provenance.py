@@ -9,8 +9,8 @@ from dash import html
 
 from visitlens.app.components import card, table
 from visitlens.app.context import View
-from visitlens.probe.figures.pair import describe as describe_run
-from visitlens.probe.figures.pair import span
+from visitlens.probe.reading.pair import describe as describe_run
+from visitlens.probe.reading.pair import span
 
 PATH, TITLE, ORDER = "/provenance", "Provenance", 42
 NEEDS = ("recording",)

@@ -9,9 +9,9 @@ from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
 from visitlens.errors import VisitlensError
-from visitlens.probe.cross_visit import two_visits
 from visitlens.probe.measures.axes import COMPONENTS
 from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.reading.two_visits import two_visits
 
 PATH, TITLE, ORDER = "/residual", "Residual", 21
 NEEDS = ("looped",)

@@ -13,8 +13,8 @@ from visitlens.app.context import View
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook
 from visitlens.app.plots import Level, Line, one_map
-from visitlens.probe.cross_visit import mean_over, two_visits
 from visitlens.probe.drawing.theme import escape
+from visitlens.probe.reading.two_visits import mean_over, two_visits
 
 PATH, TITLE, ORDER = "/routing", "Routing", 20
 NEEDS = ("looped", "routing")

@@ -16,10 +16,10 @@ from visitlens.app.controls import measures
 from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
 from visitlens.app.plots import Plot, plot
-from visitlens.probe.cross_visit import mean_over
 from visitlens.probe.drawing.theme import Theme, escape, token_text
 from visitlens.probe.measures.measure import Measure, json_numbers
-from visitlens.probe.token_window import Experts, TokenWindow, stored_measures
+from visitlens.probe.reading.token_window import Experts, TokenWindow, stored_measures
+from visitlens.probe.reading.two_visits import mean_over
 
 PATH, TITLE, ORDER = "/tokens", "Tokens", 12
 NEEDS = ("tokens", "looped")

@@ -21,7 +21,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 
 if TYPE_CHECKING:
-    from visitlens.probe.opened import RecordedRun
+    from visitlens.probe.reading.recorded_run import RecordedRun
 
 _BOX, _GAP = 34, 6
 _RED, _BLUE, _WHITE = np.array([178, 24, 43]), np.array([33, 102, 172]), np.array([255, 255, 255])

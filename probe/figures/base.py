@@ -17,9 +17,9 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.probe import figures as _folder
 from visitlens.probe.drawing.series import INTERVAL
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import Cell, PairGrid
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import Cell, PairGrid
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 Over = Literal["cell", "row", "column", "grid"]
 _RAGGED = (

@@ -15,9 +15,9 @@ from visitlens.probe.drawing.drawing import diverging, frame, largest, line, seq
 from visitlens.probe.drawing.series import series, with_interval
 from visitlens.probe.drawing.theme import ORANGE, Style, Theme, token_text
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _MAP = Measure(
     "dyck_attention",

@@ -14,9 +14,9 @@ from visitlens.probe.drawing.drawing import bars, empty_panel, frame, told
 from visitlens.probe.drawing.series import reference, series, with_interval
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair, first_and_last
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 class ExpertOverlap(Figure):

@@ -23,8 +23,8 @@ from visitlens.probe.drawing.images import IMAGE_FORMATS, render
 from visitlens.probe.drawing.series import csv_rows
 from visitlens.probe.drawing.theme import Theme, find_theme
 from visitlens.probe.figures.base import Figure, find, registered
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
 
 FORMATS = ("html", *IMAGE_FORMATS, "json", "csv")
 Progress = Callable[[int, int], None]

@@ -11,9 +11,9 @@ from visitlens.probe.drawing.drawing import cell_map, diverging, frame, sequenti
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _SIMILARITY: dict[str, tuple[str, Callable[[RecordedRun], StatArray]]] = {
     "top8_overlap": ("top-8 attended tokens", lambda run: run.attended("top8_overlap").mean("head")),

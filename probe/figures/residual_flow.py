@@ -12,9 +12,9 @@ from visitlens.probe.drawing.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.pair import Pair
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _ROWS = {
     "resid_rms": "residual stream<br>‖x‖/√H",

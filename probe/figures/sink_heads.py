@@ -11,8 +11,8 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, cell_axes, frame, heat, 
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _MOST_COLUMNS = 3
 

@@ -11,8 +11,8 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, frame,
 from visitlens.probe.drawing.series import plan_of, series
 from visitlens.probe.drawing.theme import Style, Theme, escape
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
 
 class SinkProfile(Figure):

@@ -11,9 +11,9 @@ from visitlens.probe.drawing.drawing import cell_map, diverging, frame, line, se
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Style, Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair, first_and_last
 from visitlens.probe.measures.axes import STAGES
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair, first_and_last
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 class StageCosine(Figure):

@@ -11,8 +11,8 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, every, frame, line
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Style, Theme, escape
 from visitlens.probe.figures.base import Figure, panel_series
-from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair, first_and_last
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 PANELS = {"top1_match": "most-attended token", "top8_overlap": "top-8 tokens", "mass_overlap": "attention mass"}
 

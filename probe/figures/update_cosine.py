@@ -13,8 +13,8 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, di
 from visitlens.probe.drawing.series import plan_of, series, with_interval
 from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.figures.base import Figure
-from visitlens.probe.figures.pair import Pair, first_and_last
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.reading.pair import Pair, first_and_last
+from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
 
 class UpdateCosine(Figure):

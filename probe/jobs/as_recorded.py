@@ -7,7 +7,7 @@ from typing import Any
 
 from visitlens.errors import InputError
 from visitlens.hooks.recording.format import schema
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_docu
 from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import open as open_recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -2,7 +2,7 @@
 
 out/corpus/                     the prepared text
 out/44K-S85/looped/tokens-N/    checkpoint folders (and each run's state and metrics beside)
-out/grid.json                   the cells so far, as `visitlens.probe.grid.Grid`
+out/grid.json                   the cells so far, as `visitlens.probe.reading.grid.Grid`
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.probe.grid import SIDES, Grid, GridCell
 from visitlens.probe.jobs.processes import context
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.mini_grid import CellPlan, GridPlan
 from visitlens.probe.ladder.train import Cadence, Recipe, train
+from visitlens.probe.reading.grid import SIDES, Grid, GridCell
 
 CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json", "training.json")
 JobProgress = Callable[[str, int, int, float], None]

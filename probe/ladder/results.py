@@ -10,10 +10,10 @@ from typing import Any
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.probe.grid import SIDES, Grid
 from visitlens.probe.ladder.budget import Budget, Ratios, dense_control, sparsity
 from visitlens.probe.ladder.mini_grid import PLANS
 from visitlens.probe.ladder.tables import read_config, short, table
+from visitlens.probe.reading.grid import SIDES, Grid
 
 
 @dataclass(frozen=True)

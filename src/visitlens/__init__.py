@@ -26,7 +26,7 @@ _EXPORTS = {
     "from_nnsight": "visitlens.hooks.sources.nnsight",
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
     "load_model": "visitlens.hooks.loading.load_model",
-    "open": "visitlens.probe.opened",
+    "open": "visitlens.probe.reading.recorded_run",
     "plan_recording": "visitlens.probe.jobs.prepared_run",
     "record": "visitlens.probe.jobs.prepared_run",
     "Sample": "visitlens.probe.samples.sample",

@@ -24,7 +24,7 @@ from visitlens.app.context import Context
 from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
 from visitlens.probe.drawing.images import find_browser
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 SHOWN = "body:not([data-busy]) main :is(.panels, .state)"
 """What is there once a page is drawn."""

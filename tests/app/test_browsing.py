@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.probe.grid import Grid, GridCell
+from visitlens.probe.reading.grid import Grid, GridCell
 
 
 def test_overview_to_layer_to_head_to_token_by_clicking(visit) -> None:

@@ -31,10 +31,10 @@ from visitlens.app.pooling import pool, pooled_difference
 from visitlens.app.registry import Registry
 from visitlens.app.state import Selection, fit, parse
 from visitlens.errors import InputError
-from visitlens.probe.cross_visit import largest_change, two_visits
 from visitlens.probe.drawing.theme import LIGHT
-from visitlens.probe.grid import Grid, GridCell
-from visitlens.probe.token_window import Segments, compare_experts, stored_measures
+from visitlens.probe.reading.grid import Grid, GridCell
+from visitlens.probe.reading.token_window import Segments, compare_experts, stored_measures
+from visitlens.probe.reading.two_visits import largest_change, two_visits
 
 
 @pytest.fixture(scope="module")

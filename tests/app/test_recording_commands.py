@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -14,7 +14,7 @@ import visitlens as vl
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.grid import Grid, GridCell
+from visitlens.probe.reading.grid import Grid, GridCell
 from visitlens.probe.samples.dyck_prompts import dyck_prompt
 
 Run = Callable[..., tuple[int, str, str]]

@@ -18,8 +18,8 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.lease import LEASE
 from visitlens.hooks.recording.store.object_store import ObjectStore
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import pair_grid
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import pair_grid
 
 Run = Callable[..., tuple[int, str, str]]
 

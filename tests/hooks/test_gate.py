@@ -25,7 +25,7 @@ from visitlens.hooks.recording.format.chunks import fletcher32
 from visitlens.hooks.recording.format.gate import open_gated, passed
 from visitlens.hooks.recording.maintain.validate import check_file
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 MAX_SECONDS, MAX_MEGABYTES = 2, 200  # of CPU time; the slowest takes 0.2
 

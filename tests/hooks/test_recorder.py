@@ -19,7 +19,7 @@ from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 MakeRecording = Callable[..., RecordedRun]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from visitlens.errors import RecordingError
-from visitlens.probe.attention_from_qk import attention_from_qk, holds_qk
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.attention_from_qk import attention_from_qk, holds_qk
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 LENGTHS = (24, 16, 40, 13, 27)
 """Three contexts of 40 tokens, exactly filled."""

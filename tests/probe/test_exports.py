@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.exports import choose, write
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from visitlens.probe.figures.base import Figure, find, registered
 from visitlens.probe.figures.dyck_map import key_labels
 from visitlens.probe.figures.expert_overlap import hypergeometric, uniform_chance
 from visitlens.probe.figures.export import write_figures
-from visitlens.probe.figures.pair import Pair, span
 from visitlens.probe.figures.update_cosine import block_edges
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.pair import Pair, span
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import open as open_recording
 
 FIGURES = registered()
 SLUGS = [figure.slug for figure in FIGURES]

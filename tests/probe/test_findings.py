@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visitlens.probe.figures.pair import Pair
 from visitlens.probe.findings import (
     CLAIMS,
     FAILS,
@@ -20,7 +19,8 @@ from visitlens.probe.findings import (
     verdict,
 )
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.probe.grid import Grid, GridCell, of_pair, selected
+from visitlens.probe.reading.grid import Grid, GridCell, of_pair, selected
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from visitlens.probe.drawing.drawing import cell_grid, subtitle, written
 from visitlens.probe.drawing.series import csv_rows
 from visitlens.probe.drawing.theme import LIGHT, PAPER
 from visitlens.probe.figures.base import Figure, find, panel_series, registered
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid, pair_grid
-from visitlens.probe.grid import Grid, GridCell
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.grid import Grid, GridCell
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid, pair_grid
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 FIGURES = registered()
 every_figure = pytest.mark.parametrize("figure", FIGURES, ids=[figure.slug for figure in FIGURES])

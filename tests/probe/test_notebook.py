@@ -16,7 +16,7 @@ from visitlens.hooks.interventions.intervene import intervene
 from visitlens.probe.bundled import PAIR
 from visitlens.probe.drawing.notebook_html import LinkedMaps, coloured, loop_svg
 from visitlens.probe.notebook import Model
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.runs import Run
 
 TEXT = "The router picks eight experts for each token, and the second visit keeps most."

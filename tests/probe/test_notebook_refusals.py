@@ -15,8 +15,8 @@ import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.cache import Cache
 from visitlens.probe.notebook import Model
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.specialisation import expert_specialisation
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.specialisation import expert_specialisation
 
 do = vl.do
 TOKENS = torch.arange(3, 13).unsqueeze(0)

@@ -13,7 +13,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.opened import RecordedRun, step_label
+from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
 TWO_LAYERS_TWICE = LoopSpec(3, range(1, 3), 2).plan()
 """Steps: 0, then layers 1 and 2 at visit 1, then at visit 2."""

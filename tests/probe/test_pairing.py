@@ -7,8 +7,8 @@ import pytest
 
 from visitlens.hooks.text.documents import pack
 from visitlens.probe.compare import compare
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.pairing import pair
+from visitlens.probe.reading.pairing import pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @pytest.fixture(scope="module")

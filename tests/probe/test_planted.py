@@ -17,8 +17,8 @@ from visitlens.probe.ablation_run import ablate
 from visitlens.probe.analyses.results.store import DyckStudy
 from visitlens.probe.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
 from visitlens.probe.figures.base import find
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.samples.dyck_prompts import dyck_prompt
 
 NO_CLOSER_IN_THE_INPUT = DyckSettings(prompts=12, depth=(3, 3), length=(3, 3))

@@ -22,11 +22,11 @@ from visitlens.probe.drawing.images import find_browser, render
 from visitlens.probe.drawing.page import CONFIG
 from visitlens.probe.figures.base import find, registered
 from visitlens.probe.figures.export import write_figures, write_file
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
 from visitlens.probe.findings import CLAIMS, FAILS, HOLDS, OPEN, UNMEASURED, findings, findings_data, grid_findings
-from visitlens.probe.opened import RecordedRun
-from visitlens.probe.opened import open as open_recording
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import open as open_recording
 from visitlens.probe.report import write_report
 
 SLUGS = [figure.slug for figure in registered()]
@@ -171,9 +171,9 @@ def test_drawing_imports_neither_torch_nor_pandas(pair: Pair, tmp_path: Path) ->
     assert pair.looped is not None and pair.baseline is not None
     code = f"""
 import sys
-from visitlens.probe.opened import open
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.figures.pairs import PairGrid
+from visitlens.probe.reading.recorded_run import open
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.report import write_report
 pair = Pair(open({str(pair.looped.recording.path)!r}), open({str(pair.baseline.recording.path)!r}))
 write_report(pair, {str(tmp_path)!r}, formats=["html", "csv"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.probe.specialisation import expert_specialisation, expert_specialisation_null, expert_tokens
+from visitlens.probe.reading.specialisation import expert_specialisation, expert_specialisation_null, expert_tokens
 
 
 def _run(ids: np.ndarray, experts: np.ndarray, num_experts: int) -> Any:

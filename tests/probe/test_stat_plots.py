@@ -9,7 +9,7 @@ import pytest
 from visitlens.errors import InputError
 from visitlens.probe.drawing.stat_figure import label_text, plot_stat
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 def stat(values: np.ndarray, axes: tuple[str, ...], unit: str = "ratio", **labels: list) -> StatArray:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
 import visitlens as vl
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 pytest.importorskip("transformers", reason="the extra visitlens[sources] is optional")
 

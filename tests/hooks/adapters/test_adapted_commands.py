@@ -15,7 +15,7 @@ import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.interventions.intervene import intervene, mean, site_means, zero
 from visitlens.probe.ablation import ablate_heads, text_task
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 Recorded = Callable[[str], RecordedRun]
 Run = Callable[..., tuple[int, str, str]]

@@ -22,7 +22,7 @@ from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 Run = Callable[..., tuple[int, str, str]]
 PROMPTS = [

@@ -23,7 +23,7 @@ from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 TOKENS = torch.randint(3, 40, (2, 24), generator=torch.Generator().manual_seed(5))
 SEGMENTS = torch.tensor([[0] * 10 + [1] * 14, [2] * 10 + [3] * 11 + [-1] * 3])

@@ -14,8 +14,8 @@ import visitlens as vl
 from visitlens.errors import RecordingError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.probe.figures.export import prepare
-from visitlens.probe.figures.pair import Pair
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 REFUSED = {
     "dory": {"update_cosine": "nGPT interpolation", "attn_write_rms": "nGPT", "shared_experts": "dense"},

@@ -10,7 +10,7 @@ import pytest
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 MakeRecording = Callable[..., RecordedRun]
 SHARD_TOKENS = 60  # two contexts of 32

@@ -19,7 +19,7 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 # Other people's folders, other runs, other writers
 

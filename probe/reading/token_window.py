@@ -10,7 +10,7 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import Step, VisitPair
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 MOST_TOKENS = 600
 """Of one window: a long document is shown in parts."""

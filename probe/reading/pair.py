@@ -8,7 +8,7 @@ from typing import Any
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 _FEW_DOCUMENTS = 30
 

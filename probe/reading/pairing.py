@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)

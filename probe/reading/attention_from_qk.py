@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from visitlens.errors import RecordingError
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 MOST_TOKENS = 4096
 """Of a document; a longer one is cut, which changes nothing for the queries that are left."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.opened import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)

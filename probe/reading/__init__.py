@@ -1,0 +1,1 @@
+"""A recording opened for reading, and pairs and grids of recordings."""
