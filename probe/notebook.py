@@ -21,8 +21,8 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.bundled import SAMPLE
 from visitlens.probe.drawing.notebook_html import loop_svg
-from visitlens.probe.experiment import Results
-from visitlens.probe.experiment import experiment as run_experiment
+from visitlens.probe.experiments import Results
+from visitlens.probe.experiments import experiment as run_experiment
 from visitlens.probe.progress import progress
 from visitlens.probe.runs import Run
 from visitlens.probe.samples.sample import Sample
@@ -93,7 +93,7 @@ class Model:
         return Sample.of_dyck(self.tokenizer, self.config, prompts=prompts, shots=shots, seed=seed)
 
     def experiment(self, name: str, sample: Sample | None = None, **options: Any) -> Results:
-        """One of `visitlens.probe.experiment.registered()` on a sample, by default `model.sample()`."""
+        """One of `visitlens.probe.experiments.registered()` on a sample, by default `model.sample()`."""
         with progress(name) as tick:
             return run_experiment(name, self.native, sample or self.sample(), on_progress=tick, **options)
 

@@ -42,7 +42,7 @@ def experiment(
     if text is not None:
         check_text(text)
     with loading("torch"):
-        from visitlens.probe import experiment as experiments
+        from visitlens.probe import experiments
         from visitlens.probe.measures.tables import as_text
     if list_:
         for known in experiments.registered():

@@ -31,7 +31,7 @@ _EXPORTS = {
     "record": "visitlens.probe.jobs.prepared_run",
     "Sample": "visitlens.probe.samples.sample",
     "do": "visitlens.hooks.interventions.intervene",
-    "experiment": "visitlens.probe.experiment",
+    "experiment": "visitlens.probe.experiments",
     "intervene": "visitlens.hooks.interventions.intervene",
     "load": "visitlens.probe.loaded",
 }

@@ -16,7 +16,7 @@ from visitlens.hooks.interventions.gradients import site_gradients
 from visitlens.hooks.interventions.intervene import intervene, scale, skip, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiment import Results, experiment, find, options, question, registered
+from visitlens.probe.experiments import Results, experiment, find, options, question, registered
 from visitlens.probe.experiments.attribution import attribute, rank_correlation, spread
 from visitlens.probe.ladder.evaluate import text_loss
 from visitlens.probe.samples.sample import ROLES, Sample

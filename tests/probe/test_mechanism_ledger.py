@@ -21,7 +21,7 @@ from visitlens.hooks.interventions.intervene import skip, take
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiment import experiment
+from visitlens.probe.experiments import experiment
 from visitlens.probe.experiments.mechanism_ledger import ATTENTION, ROUTED, SKIPPED
 from visitlens.probe.samples.sample import Sample
 from visitlens.probe.samples.scores import score

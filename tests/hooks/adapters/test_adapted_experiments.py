@@ -15,7 +15,7 @@ from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiment import experiment
+from visitlens.probe.experiments import experiment
 from visitlens.probe.experiments.attribution import attribute
 from visitlens.probe.samples.sample import Sample
 from visitlens.probe.samples.scores import score
