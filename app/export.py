@@ -26,7 +26,7 @@ from visitlens.probe.drawing import page as html_page
 from visitlens.probe.drawing.drawing import HEAD_MARGIN, short, title_block
 from visitlens.probe.drawing.images import render
 from visitlens.probe.drawing.theme import LIGHT
-from visitlens.probe.figures.export import json_text
+from visitlens.probe.gallery.write_figures import json_text
 
 _TYPES = {
     "png": "image/png",

@@ -8,8 +8,8 @@ from visitlens.app.components import state
 from visitlens.app.context import View, said
 from visitlens.app.panels import Panel, figure_panel
 from visitlens.errors import VisitlensError
-from visitlens.probe.figures.base import Figure, registered
-from visitlens.probe.figures.export import Drawing
+from visitlens.probe.gallery.figure import Figure, registered
+from visitlens.probe.gallery.write_figures import Drawing
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 

@@ -14,7 +14,7 @@ from visitlens.probe.drawing.drawing import HEAD_MARGIN
 from visitlens.probe.drawing.series import INTERVAL, csv_rows
 from visitlens.probe.drawing.stat_figure import label_text, stat_json
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.figures.export import Drawing
+from visitlens.probe.gallery.write_figures import Drawing
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.two_visits import TwoVisits
 
@@ -203,7 +203,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
         if m
     )
     aggregations = "; ".join(dict.fromkeys(e["aggregation"] for e in entries if e["role"] != "chance"))
-    code = f'from visitlens.probe.figures.base import find\nfrom visitlens.probe.reading.pair import Pair\nfrom visitlens.probe.drawing.theme import LIGHT\nfigure = find("{data["slug"]}")\nfigure.draw(figure.data(Pair(rec)), LIGHT).show()'
+    code = f'from visitlens.probe.gallery.figure import find\nfrom visitlens.probe.reading.pair import Pair\nfrom visitlens.probe.drawing.theme import LIGHT\nfigure = find("{data["slug"]}")\nfigure.draw(figure.data(Pair(rec)), LIGHT).show()'
     options.setdefault("wide", int(drawing.plot(view.theme).layout.width or 0) > _NARROW)
     return Panel(
         key=data["slug"],

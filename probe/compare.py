@@ -22,7 +22,7 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, frame,
 from visitlens.probe.drawing.images import IMAGE_FORMATS, render
 from visitlens.probe.drawing.series import INTERVAL, series
 from visitlens.probe.drawing.theme import Style, Theme, escape, find_theme
-from visitlens.probe.figures.export import write_file, write_plotly_js
+from visitlens.probe.gallery.write_figures import write_file, write_plotly_js
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.reading.pair import describe
 from visitlens.probe.reading.pairing import pair

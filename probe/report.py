@@ -13,18 +13,6 @@ from visitlens.probe import report_grid
 from visitlens.probe.drawing.page import caption, chart, document, escape
 from visitlens.probe.drawing.series import aligned, digits
 from visitlens.probe.drawing.theme import Theme, find_theme
-from visitlens.probe.figures.export import (
-    Drawing,
-    Progress,
-    Warn,
-    check_formats,
-    json_text,
-    prepare,
-    warn,
-    write_drawings,
-    write_file,
-    write_plotly_js,
-)
 from visitlens.probe.findings import (
     FAILS,
     HOLDS,
@@ -35,6 +23,18 @@ from visitlens.probe.findings import (
     findings_data,
     grid_findings,
     grid_findings_data,
+)
+from visitlens.probe.gallery.write_figures import (
+    Drawing,
+    Progress,
+    Warn,
+    check_formats,
+    json_text,
+    prepare,
+    warn,
+    write_drawings,
+    write_file,
+    write_plotly_js,
 )
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import Pair, span

@@ -24,7 +24,7 @@ import visitlens
 from visitlens.errors import InputError, RecordingError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import weight_files
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.probe.figures.export import json_text, write_file
+from visitlens.probe.gallery.write_figures import json_text, write_file
 from visitlens.probe.jobs.processes import context, end_with_parent
 from visitlens.probe.reading.grid import Grid, GridCell
 from visitlens.probe.reading.pair import Pair

@@ -30,8 +30,8 @@ def figures(
     list_: Annotated[bool, typer.Option("--list", help="List the figures and where the paper has them.")] = False,
 ) -> None:
     """Draw figures from recordings: of a pair, or of a grid's row, column or all of it."""
-    from visitlens.probe.figures.base import registered
-    from visitlens.probe.figures.export import write_figures
+    from visitlens.probe.gallery.figure import registered
+    from visitlens.probe.gallery.write_figures import write_figures
     from visitlens.probe.reading.pair_grid import pair_grid
 
     if list_:

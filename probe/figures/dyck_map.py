@@ -14,7 +14,7 @@ from visitlens.probe.analyses.results.store import DyckStudy
 from visitlens.probe.drawing.drawing import diverging, frame, largest, line, sequential
 from visitlens.probe.drawing.series import series, with_interval
 from visitlens.probe.drawing.theme import ORANGE, Style, Theme, token_text
-from visitlens.probe.figures.base import Figure
+from visitlens.probe.gallery.figure import Figure
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun

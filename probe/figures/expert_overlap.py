@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import bars, empty_panel, frame, told
 from visitlens.probe.drawing.series import reference, series, with_interval
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.figures.base import Figure, panel_series
+from visitlens.probe.gallery.figure import Figure, panel_series
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.pair import Pair, first_and_last
 from visitlens.probe.reading.recorded_run import RecordedRun

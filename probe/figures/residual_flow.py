@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import HEAD_MARGIN, LAYER_AXIS, empty_panel, every, frame, line
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.figures.base import Figure, panel_series
+from visitlens.probe.gallery.figure import Figure, panel_series
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import LAYER_AXIS, cell_axes, frame, heat, largest, sequential
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.figures.base import Figure
+from visitlens.probe.gallery.figure import Figure
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 

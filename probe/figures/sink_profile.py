@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, frame, line
 from visitlens.probe.drawing.series import plan_of, series
 from visitlens.probe.drawing.theme import Style, Theme, escape
-from visitlens.probe.figures.base import Figure
+from visitlens.probe.gallery.figure import Figure
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 

@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.figures.base import Figure, panel_series
 from visitlens.probe.figures.sink_profile import SinkProfile, add_profile
+from visitlens.probe.gallery.figure import Figure, panel_series
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 

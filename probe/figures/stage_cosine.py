@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import cell_map, diverging, frame, line, sequential
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Style, Theme
-from visitlens.probe.figures.base import Figure
+from visitlens.probe.gallery.figure import Figure
 from visitlens.probe.measures.axes import STAGES
 from visitlens.probe.reading.pair import Pair, first_and_last
 from visitlens.probe.reading.recorded_run import RecordedRun

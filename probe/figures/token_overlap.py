@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import LAYER_AXIS, every, frame, line
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.theme import Style, Theme, escape
-from visitlens.probe.figures.base import Figure, panel_series
+from visitlens.probe.gallery.figure import Figure, panel_series
 from visitlens.probe.reading.pair import Pair, first_and_last
 from visitlens.probe.reading.recorded_run import RecordedRun
 

@@ -12,7 +12,7 @@ from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, cell_axes, diverging, empty_panel, frame, heat
 from visitlens.probe.drawing.series import plan_of, series, with_interval
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.figures.base import Figure
+from visitlens.probe.gallery.figure import Figure
 from visitlens.probe.reading.pair import Pair, first_and_last
 from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 

@@ -137,7 +137,7 @@ def test_every_page_renders_for_every_recording(context: Context, run: str) -> N
 
 def test_a_new_measure_and_figure_appear_without_being_named(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     from visitlens.app import figures
-    from visitlens.probe.figures.base import registered
+    from visitlens.probe.gallery.figure import registered
 
     totals = context.registry["looped"].run.recording.totals
     attributes = {**totals["update_rms"].attributes, "title": "Brand-new measure"}

@@ -12,7 +12,7 @@ from visitlens.errors import InputError
 from visitlens.probe.drawing.drawing import cell_grid, subtitle, written
 from visitlens.probe.drawing.series import csv_rows
 from visitlens.probe.drawing.theme import LIGHT, PAPER
-from visitlens.probe.figures.base import Figure, find, panel_series, registered
+from visitlens.probe.gallery.figure import Figure, find, panel_series, registered
 from visitlens.probe.reading.grid import Grid, GridCell
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid, pair_grid

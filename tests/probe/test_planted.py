@@ -16,7 +16,7 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.ablation_run import ablate
 from visitlens.probe.analyses.results.store import DyckStudy
 from visitlens.probe.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
-from visitlens.probe.figures.base import find
+from visitlens.probe.gallery.figure import find
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.samples.dyck_prompts import dyck_prompt

@@ -20,9 +20,9 @@ import pytest
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.probe.drawing.images import find_browser, render
 from visitlens.probe.drawing.page import CONFIG
-from visitlens.probe.figures.base import find, registered
-from visitlens.probe.figures.export import write_figures, write_file
 from visitlens.probe.findings import CLAIMS, FAILS, HOLDS, OPEN, UNMEASURED, findings, findings_data, grid_findings
+from visitlens.probe.gallery.figure import find, registered
+from visitlens.probe.gallery.write_figures import write_figures, write_file
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.reading.recorded_run import RecordedRun

@@ -25,7 +25,7 @@ from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace
 from visitlens.probe.drawing.theme import LIGHT
-from visitlens.probe.figures.export import json_text
+from visitlens.probe.gallery.write_figures import json_text
 from visitlens.probe.live import LiveModel
 
 PROMPT = "Two visits."

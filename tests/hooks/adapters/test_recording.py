@@ -13,7 +13,7 @@ import torch
 import visitlens as vl
 from visitlens.errors import RecordingError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
-from visitlens.probe.figures.export import prepare
+from visitlens.probe.gallery.write_figures import prepare
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 

@@ -22,7 +22,7 @@ from visitlens.probe.drawing import page
 from visitlens.probe.drawing.images import IMAGE_FORMATS, render
 from visitlens.probe.drawing.series import csv_rows
 from visitlens.probe.drawing.theme import Theme, find_theme
-from visitlens.probe.figures.base import Figure, find, registered
+from visitlens.probe.gallery.figure import Figure, find, registered
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 

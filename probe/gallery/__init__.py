@@ -1,0 +1,1 @@
+"""Figure, the base of every figure; the register of figures; writing them to files."""
