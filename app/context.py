@@ -14,8 +14,8 @@ from visitlens.app.state import Selection, common_visits, fit, parse
 from visitlens.app.tokens import TokenTexts
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import brings_loader
-from visitlens.probe import loaded
 from visitlens.probe.drawing.theme import DARK, LIGHT, Theme
+from visitlens.probe.model import load as loaded
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from visitlens.hooks.recording.store.fetch_cache import cache_folder
-from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
+from visitlens.probe.model.bundled import PAIR, SAMPLE, check_assets
 from visitlens.probe.reading.recorded_run import open as open_recording
 
 TOKENS = 8192

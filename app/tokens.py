@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import CheckpointError
 from visitlens.hooks.models.checkpoint_files import weights_sha256
-from visitlens.probe.bundled import PAIR
+from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.reading.recorded_run import RecordedRun
 
 if TYPE_CHECKING:

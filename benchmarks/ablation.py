@@ -31,9 +31,9 @@ from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ablation import Task, ablate_heads, nll
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.dyck_study import DyckSettings, dyck_task
 from visitlens.probe.live import LiveModel
+from visitlens.probe.model.bundled import PAIR
 
 
 def main(

@@ -30,10 +30,10 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import PackedTokens, pack
-from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
+from visitlens.probe.model.bundled import PAIR, SAMPLE
 from visitlens.probe.statistics.attended_tokens import AttendedTokens
 from visitlens.probe.statistics.sink_mass import SinkMass
 

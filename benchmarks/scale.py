@@ -26,8 +26,8 @@ import typer
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.hooks.text.documents import read_documents
-from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+from visitlens.probe.model.bundled import PAIR, SAMPLE
 
 OPEN = "import sys, time, json\nt = time.perf_counter(); c = time.process_time()\nimport visitlens\n"
 OPEN += "run = visitlens.open(sys.argv[1]); run.expert_overlap(); run.sink_mass().interval()\n"

@@ -57,7 +57,7 @@ def ablate(
     The model is read as it was recorded (--steps, --state-seed, --family, --tie-copies); only --trust-remote-code is said again.
     """
     from visitlens.hooks.recording.read.recording import Recording
-    from visitlens.probe.loaded import check_text, checkpoint
+    from visitlens.probe.model.load import check_text, checkpoint
 
     Recording(recording)  # says what is wrong with it, and of the checkpoint, before torch is imported
     folder = checkpoint(model)
@@ -65,8 +65,8 @@ def ablate(
         check_text(text)
     with loading("torch"):
         from visitlens.probe.ablation_run import AblationRequest, ablate_recording
-        from visitlens.probe.bundled import SAMPLE
         from visitlens.probe.dyck_study import DyckSettings
+        from visitlens.probe.model.bundled import SAMPLE
         from visitlens.probe.reading.recorded_run import open as open_recording
         from visitlens.probe.samples.dyck_prompts import AnswerStyle
 

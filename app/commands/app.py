@@ -58,7 +58,7 @@ def app(
     places: list[Path | str] = [*(recordings or [])]
     if demo:
         from visitlens.app.demo import demo_recordings
-        from visitlens.probe.bundled import PAIR
+        from visitlens.probe.model.bundled import PAIR
 
         places += demo_recordings(lambda text: console.print(plain(text)))
         checkpoint = checkpoint or PAIR["looped"]

@@ -36,7 +36,7 @@ def experiment(
     list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
 ) -> None:
     """Intervene on a model: what each part of each visit is worth."""
-    from visitlens.probe.loaded import check_text, checkpoint, load
+    from visitlens.probe.model.load import check_text, checkpoint, load
 
     folder = checkpoint(model)
     if text is not None:
@@ -60,7 +60,7 @@ def experiment(
         if dyck:
             sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
         else:
-            from visitlens.probe.bundled import SAMPLE
+            from visitlens.probe.model.bundled import SAMPLE
 
             sample = loaded.sample(text or SAMPLE, max_tokens)
     with progress_shown() as show, warnings_once():

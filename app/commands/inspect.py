@@ -24,7 +24,7 @@ def inspect(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """Say how a model runs its layers (the step ledger), what its visits share, and whether it can be recorded."""
-    from visitlens.probe.loaded import checkpoint
+    from visitlens.probe.model.load import checkpoint
 
     folder = checkpoint(model)
     with loading("torch and the model"):

@@ -144,8 +144,8 @@ def corpus(
     """Tokenise text once, so that runs read it in place; `--corpus` takes the folder."""
     import json
 
-    from visitlens.probe.bundled import PAIR
     from visitlens.probe.ladder.corpus import prepare
+    from visitlens.probe.model.bundled import PAIR
 
     limit = None if max_tokens is None else int(max_tokens)
     with loading("and tokenising the text"):
@@ -233,8 +233,8 @@ def _integers(text: str, separator: str, count: int | None = None) -> list[int]:
 
 def _prepared(folder: Path, text: str | None, tokenizer: Path | None, quiet: bool = False) -> Corpus:
     """The corpus named, if it is a prepared one; else prepared in `folder`."""
-    from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
     from visitlens.probe.ladder.corpus import Corpus, prepare
+    from visitlens.probe.model.bundled import PAIR, SAMPLE, check_assets
 
     if text is None or tokenizer is None:
         check_assets()

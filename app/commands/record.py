@@ -72,7 +72,7 @@ def record(
 
     A native model that is too large for one device: `torchrun --nproc-per-node N -m visitlens record ... --device cuda`.
     """
-    from visitlens.probe import loaded
+    from visitlens.probe.model import load as loaded
 
     folder = loaded.checkpoint(checkpoint)  # a mistyped path is told before torch is imported
     loaded.check_text(text)

@@ -43,7 +43,7 @@ def reproduce(
 
     What is done already isn't done again; what fails is told, and the rest goes on.
     """
-    from visitlens.probe.bundled import PAIR, SAMPLE, check_assets
+    from visitlens.probe.model.bundled import PAIR, SAMPLE, check_assets
     from visitlens.probe.reading.grid import Grid, of_pair, selected
     from visitlens.probe.reproduce import ReproduceRequest
     from visitlens.probe.reproduce import reproduce as run

@@ -20,7 +20,7 @@ from visitlens.probe.measures.tables import sizes
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
-    from visitlens.probe.notebook import Model
+    from visitlens.probe.model.model import Model
     from visitlens.probe.samples.sample import Sample
 
 Experiment = Callable[..., dict[str, StatArray]]

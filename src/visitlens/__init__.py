@@ -33,7 +33,7 @@ _EXPORTS = {
     "do": "visitlens.hooks.interventions.intervene",
     "experiment": "visitlens.probe.experiments",
     "intervene": "visitlens.hooks.interventions.intervene",
-    "load": "visitlens.probe.loaded",
+    "load": "visitlens.probe.model.load",
 }
 
 

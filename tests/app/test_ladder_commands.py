@@ -11,8 +11,8 @@ import pytest
 
 from visitlens.app.cli import main
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.paper_grid import prints_as
+from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.reading.grid import Grid
 
 # budget

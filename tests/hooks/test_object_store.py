@@ -223,7 +223,7 @@ def test_a_place_that_does_not_answer_is_one_error(tmp_path: Path) -> None:
 
 
 def test_the_commands(run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from visitlens.probe.bundled import PAIR, SAMPLE
+    from visitlens.probe.model.bundled import PAIR, SAMPLE
 
     monkeypatch.chdir(tmp_path)
     options = ("--context", 64, "--max-tokens", 200, "--shard-tokens", 100)

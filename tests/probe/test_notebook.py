@@ -13,11 +13,11 @@ import visitlens as vl
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.interventions.intervene import intervene
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.drawing.notebook_html import LinkedMaps, coloured, loop_svg
-from visitlens.probe.notebook import Model
+from visitlens.probe.model.bundled import PAIR
+from visitlens.probe.model.model import Model
+from visitlens.probe.model.run import Run
 from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.runs import Run
 
 TEXT = "The router picks eight experts for each token, and the second visit keeps most."
 

@@ -14,7 +14,7 @@ import torch
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.cache import Cache
-from visitlens.probe.notebook import Model
+from visitlens.probe.model.model import Model
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.specialisation import expert_specialisation
 

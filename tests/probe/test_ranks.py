@@ -28,10 +28,10 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.jobs import torchrun as ranks_module
 from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 from visitlens.probe.jobs.torchrun import ranks
+from visitlens.probe.model.bundled import PAIR
 
 MEASURES = ("sink_mass", "resid_rms", "expert_load")
 

@@ -14,8 +14,8 @@ from visitlens.hooks.models.checkpoint import load_config, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.documents import Document
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.measures.measure import Measure
+from visitlens.probe.model.bundled import PAIR, SAMPLE
 from visitlens.probe.samples.dyck_prompts import PAIRS
 from visitlens.probe.samples.sample import ROLES, Sample
 from visitlens.probe.samples.scores import score

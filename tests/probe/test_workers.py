@@ -21,9 +21,9 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.probe.bundled import PAIR, SAMPLE
 from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest, plan_recording
 from visitlens.probe.jobs.processes import context
+from visitlens.probe.model.bundled import PAIR, SAMPLE
 
 
 def request(out: Path, **changes: object) -> RunRequest:

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from visitlens.hooks.models.checkpoint import load_config
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.budget import Budget, Ratios, dense_control, sparsity
 from visitlens.probe.ladder.paper_grid import PRINTED, budget_row, paper_cell, paper_grid, prints_as
+from visitlens.probe.model.bundled import PAIR
 
 SIZES = {"vocab_size": 50, "hidden_size": 16, "num_layers": 4, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4}
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import load_config
 from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.ladder.budget import PAPER_TOLERANCE, Budget, Ratios
 from visitlens.probe.ladder.match import Steps, match
 from visitlens.probe.ladder.mini_grid import MINI, NANO, plan_named
 from visitlens.probe.ladder.paper_grid import LEVELS, SCALES, paper_cell
+from visitlens.probe.model.bundled import PAIR
 
 BASELINE = LoopedMoEConfig(
     vocab_size=50, hidden_size=64, num_layers=8, num_heads=6, num_kv_heads=3, head_dim=12, num_experts=64, expert_dim=12

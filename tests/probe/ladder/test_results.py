@@ -9,11 +9,11 @@ import pytest
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import load_config, load_model
-from visitlens.probe.bundled import LADDER
 from visitlens.probe.ladder.budget import PAPER_TOLERANCE, Budget, Ratios
 from visitlens.probe.ladder.mini_grid import MINI, NANO
 from visitlens.probe.ladder.results import results_tables, trained_cells
 from visitlens.probe.ladder.tables import short, table
+from visitlens.probe.model.bundled import LADDER
 from visitlens.probe.reading.grid import Grid, GridCell
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "ladder.md"

@@ -25,11 +25,11 @@ from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.text.documents import Document
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.jobs.processes import context
 from visitlens.probe.ladder.corpus import Corpus, prepare
 from visitlens.probe.ladder.train import Cadence, train
 from visitlens.probe.ladder.trainer import DECAYED_TO, Recipe, Trainer
+from visitlens.probe.model.bundled import PAIR
 
 TOKENIZER = PAIR["looped"] / "tokenizer.json"
 CADENCE = Cadence(log_updates=2, checkpoint_updates=3, checkpoint_tokens=100, final_tokens=300, dyck_prompts=2)

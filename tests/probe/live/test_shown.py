@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tests.tiny_live import PROMPT
 from tokenizers import Tokenizer
 
-from visitlens.probe.bundled import PAIR
 from visitlens.probe.drawing.theme import DARK, LIGHT
 from visitlens.probe.live import LiveModel
 from visitlens.probe.live_figures import attention_maps, head_grid, lens_map, scan_map
 from visitlens.probe.live_prompts import TokenTexts, encode
 from visitlens.probe.live_run import LiveRun
+from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS
 
 # Text

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.text.documents import read_documents
-from visitlens.probe.bundled import PAIR
+from visitlens.probe.model.bundled import PAIR
 
 if TYPE_CHECKING:
-    from visitlens.probe.notebook import Model
+    from visitlens.probe.model.model import Model
 
 BUNDLED = {"smelt": PAIR["looped"], "baseline": PAIR["baseline"]}
 _HUB_NAME_PARTS = 2
@@ -61,13 +61,13 @@ def load(
         InputError: a recording; those are opened with `visitlens.open`. A model without its tokenizer, or of no known family.
     """
     if not isinstance(source, (str, Path)):
-        from visitlens.probe.notebook import model_of
+        from visitlens.probe.model.model import model_of
 
         return model_of(source, tokenizer, **options)
     folder = checkpoint(source)
     from visitlens.hooks.loading.load_model import load_model, resolve
     from visitlens.hooks.models.checkpoint import load_tokenizer
-    from visitlens.probe.notebook import Model
+    from visitlens.probe.model.model import Model
 
     model = load_model(folder, dtype, device, **options)
     return Model(model, tokenizer or load_tokenizer(resolve(folder)), folder.absolute().name)

@@ -25,7 +25,7 @@ from visitlens.probe.drawing.notebook_html import LinkedMaps, show, token_strip
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-    from visitlens.probe.notebook import Model
+    from visitlens.probe.model.model import Model
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,12 +19,12 @@ from visitlens.hooks.interventions.intervene import Intervention, with_loop_coun
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.bundled import SAMPLE
 from visitlens.probe.drawing.notebook_html import loop_svg
 from visitlens.probe.experiments import Results
 from visitlens.probe.experiments import experiment as run_experiment
-from visitlens.probe.progress import progress
-from visitlens.probe.runs import Run
+from visitlens.probe.model.bundled import SAMPLE
+from visitlens.probe.model.progress import progress
+from visitlens.probe.model.run import Run
 from visitlens.probe.samples.sample import Sample
 
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
