@@ -18,7 +18,7 @@ from visitlens.probe.analyses.results.store import HeadAblation
 from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, largest, title_block
 from visitlens.probe.drawing.series import INTERVAL, aligned
 from visitlens.probe.drawing.theme import DIVERGING, Style, Theme, escape
-from visitlens.probe.live_figures import spread
+from visitlens.probe.live.figures import spread
 from visitlens.probe.measures.measure import json_numbers
 
 _MOST_HEADS = 20

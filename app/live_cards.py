@@ -13,7 +13,7 @@ from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_parts import attribute, badge, bar, button, visible
 from visitlens.app.live_reading import told
 from visitlens.app.live_service import LiveService
-from visitlens.probe.live_run import ExpertChange, KeyChange, LiveRun
+from visitlens.probe.live.live_run import ExpertChange, KeyChange, LiveRun
 
 _TICK_MS = 300
 

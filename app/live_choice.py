@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from visitlens.app.context import View
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import visit_choices
-from visitlens.probe.live_ablation import KINDS
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.head_scan import KINDS
+from visitlens.probe.live.live_run import LiveRun
 
 PARAMETERS = ("job", "at", "silence", "scan", "when", "kind", "target", "lens")
 """`job`, `silence` and `scan` are ids of jobs: a probe, one silenced head, every head in turn. `at` is the chosen token of

@@ -12,9 +12,9 @@ from visitlens.app.context import View
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.panels import Panel
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.live_ablation import HeadScan
-from visitlens.probe.live_figures import attention_maps, head_grid, lens_map, norm_lines, place_label, scan_map
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.figures import attention_maps, head_grid, lens_map, norm_lines, place_label, scan_map
+from visitlens.probe.live.head_scan import HeadScan
+from visitlens.probe.live.live_run import LiveRun
 
 _ROWS = 1000
 
@@ -230,6 +230,6 @@ def _largest(values: Any) -> tuple[list[int], list[int]]:
 def _code(view: View, run: LiveRun, line: str) -> str:
     options = "".join(f", {name}={value!r}" for name, value in run.model["options"].items())
     return (
-        f"from visitlens.probe.live import LiveModel\n\nlive = LiveModel.load({str(view.context.checkpoint)!r}{options})\n"
+        f"from visitlens.probe.live.live_model import LiveModel\n\nlive = LiveModel.load({str(view.context.checkpoint)!r}{options})\n"
         f"run = live.run({run.prompt!r})\n{line}\n"
     )

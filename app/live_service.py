@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.app.jobs import JobQueue, OnProgress
 from visitlens.errors import InputError
-from visitlens.probe.live_ablation import HeadScan, SilencedHead
-from visitlens.probe.live_prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.head_scan import HeadScan, SilencedHead
+from visitlens.probe.live.live_run import LiveRun
+from visitlens.probe.live.prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
 
 if TYPE_CHECKING:
-    from visitlens.probe.live import LiveModel
+    from visitlens.probe.live.live_model import LiveModel
 
 Result = TypeVar("Result", LiveRun, SilencedHead, HeadScan)
 _NAMES = {LiveRun: "run of a prompt", SilencedHead: "silenced head", HeadScan: "scan of heads"}
@@ -124,7 +124,7 @@ class LiveService:
         """Only called by jobs, which run one at a time."""
         if self._model is None:
             from visitlens.hooks.loading.load_model import weights_sha256
-            from visitlens.probe.live import LiveModel
+            from visitlens.probe.live.live_model import LiveModel
 
             weights = weights_sha256(self.checkpoint)
             options = self._options(weights)

@@ -11,9 +11,9 @@ from visitlens.app.components import card, selector, table
 from visitlens.app.live_choice import LiveChoice
 from visitlens.app.live_parts import bar, button, visible
 from visitlens.hooks.core.loop_plan import visit_choices
-from visitlens.probe.live_ablation import KINDS, SilencedHead
-from visitlens.probe.live_figures import place_label
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.figures import place_label
+from visitlens.probe.live.head_scan import KINDS, SilencedHead
+from visitlens.probe.live.live_run import LiveRun
 
 
 def silence_card(run: LiveRun, chosen: LiveChoice, ablation: SilencedHead | None, said: str) -> html.Section:

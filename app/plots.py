@@ -15,7 +15,7 @@ from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, line_t
 from visitlens.probe.drawing.series import series
 from visitlens.probe.drawing.stat_figure import label_text
 from visitlens.probe.drawing.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape
-from visitlens.probe.live_figures import spread
+from visitlens.probe.live.figures import spread
 from visitlens.probe.measures.measure import StatArray, json_numbers
 
 Plot = dict[str, Any]

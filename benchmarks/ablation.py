@@ -32,7 +32,7 @@ from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ablation import Task, ablate_heads, nll
 from visitlens.probe.dyck_study import DyckSettings, dyck_task
-from visitlens.probe.live import LiveModel
+from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.model.bundled import PAIR
 
 

@@ -24,8 +24,8 @@ from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
 from visitlens.errors import InputError, VisitlensError
-from visitlens.probe.live_ablation import HeadScan, SilencedHead
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.head_scan import HeadScan, SilencedHead
+from visitlens.probe.live.live_run import LiveRun
 
 PATH, TITLE, ORDER = "/live", "Live probe", 40
 NEEDS = ("model",)

@@ -26,7 +26,7 @@ from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace
 from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.gallery.write_figures import json_text
-from visitlens.probe.live import LiveModel
+from visitlens.probe.live.live_model import LiveModel
 
 PROMPT = "Two visits."
 

@@ -14,7 +14,7 @@ from tests.hooks.adapters.own_folders import LOADER
 import visitlens as vl
 from visitlens.errors import CheckpointError
 from visitlens.hooks.audit.guards import conditions
-from visitlens.probe.live import LiveModel
+from visitlens.probe.live.live_model import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"

@@ -24,7 +24,7 @@ from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.loading.load_model import resolve, weights_sha256
 from visitlens.hooks.models.checkpoint_files import code_sha256
 from visitlens.probe.ablation_run import AblationRequest, ablate_recording
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.live_run import LiveRun
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"

@@ -10,8 +10,8 @@ from tests.tiny_live import PROMPT, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.live import LiveModel
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_run import LiveRun
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.tiny_live import PROMPT, hooks_left, ids_of
 
-from visitlens.probe.live import LiveModel
-from visitlens.probe.live_ablation import KINDS
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.head_scan import KINDS
+from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_run import LiveRun
 
 # Ablation
 
@@ -75,7 +75,7 @@ def test_what_an_ablation_reports(live: LiveModel, run: LiveRun) -> None:
 def test_a_scan_is_every_ablation(
     live: LiveModel, run: LiveRun, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
 ) -> None:
-    monkeypatch.setattr("visitlens.probe.live._SCAN_TOKENS", together)
+    monkeypatch.setattr("visitlens.probe.live.live_model._SCAN_TOKENS", together)
     scan = live.scan(run, position=7, target=40, kind=kind)
     assert scan.places == ((0, (1,)), (1, (1,)), (1, (2,)), (1, (1, 2)), (2, (1,)), (2, (2,)), (2, (1, 2)), (3, (1,)))
     for place, (layer, visits) in enumerate(scan.places):

@@ -10,9 +10,9 @@ from tests.tiny_live import PROMPT, hooks_left
 from tokenizers import Tokenizer
 
 from visitlens.errors import InputError, MemoryLimitError
-from visitlens.probe.live import LiveModel
-from visitlens.probe.live_prompts import encode
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_run import LiveRun
+from visitlens.probe.live.prompts import encode
 
 # Limits and bad input
 

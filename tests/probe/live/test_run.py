@@ -11,8 +11,8 @@ import torch
 from tests.tiny_live import PROMPT, hooks_left, ids_of
 
 from visitlens.errors import InputError
-from visitlens.probe.live import LiveModel
-from visitlens.probe.live_run import LiveRun, log_softmax
+from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_run import LiveRun, log_softmax
 
 # Against the model itself
 
@@ -66,7 +66,7 @@ def test_each_lens_is_the_output_read_early(live: LiveModel, run: LiveRun) -> No
 
 
 def test_a_lens_read_in_chunks_is_the_same(live: LiveModel, run: LiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("visitlens.probe.live._LENS_ELEMENTS", 7 * 259)
+    monkeypatch.setattr("visitlens.probe.live.live_model._LENS_ELEMENTS", 7 * 259)
     again = live.run(PROMPT)
     np.testing.assert_allclose(again.lens.kl, run.lens.kl, atol=1e-5)
     assert (again.lens.tokens == run.lens.tokens).all()

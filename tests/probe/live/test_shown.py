@@ -13,10 +13,10 @@ from tests.tiny_live import PROMPT
 from tokenizers import Tokenizer
 
 from visitlens.probe.drawing.theme import DARK, LIGHT
-from visitlens.probe.live import LiveModel
-from visitlens.probe.live_figures import attention_maps, head_grid, lens_map, scan_map
-from visitlens.probe.live_prompts import TokenTexts, encode
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.figures import attention_maps, head_grid, lens_map, scan_map
+from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_run import LiveRun
+from visitlens.probe.live.prompts import TokenTexts, encode
 from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS
 

@@ -15,8 +15,8 @@ from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.probe.drawing.drawing import LAYER_AXIS, STEP_AXIS, every, title_block
 from visitlens.probe.drawing.theme import DIVERGING, ORANGE, SEQUENTIAL, Style, Theme, escape, token_text
-from visitlens.probe.live_ablation import HeadScan
-from visitlens.probe.live_run import LiveRun
+from visitlens.probe.live.head_scan import HeadScan
+from visitlens.probe.live.live_run import LiveRun
 
 _HEAD, _FOOT = 92, 54
 """Margins above and below a plot, in pixels: title and subtitle; tick labels and the axis' title."""

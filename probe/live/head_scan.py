@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.probe.live_run import LiveRun, log_softmax
+from visitlens.probe.live.live_run import LiveRun, log_softmax
 
 KINDS = {
     "zero": "set to zero",

@@ -12,8 +12,8 @@ import numpy as np
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, VisitPair
 from visitlens.probe.drawing.theme import token_text
-from visitlens.probe.live_prompts import TokenTexts
-from visitlens.probe.row_rule import RowRule
+from visitlens.probe.live.prompts import TokenTexts
+from visitlens.probe.live.row_rule import RowRule
 
 TOP_KEYS = 8
 
@@ -326,7 +326,7 @@ class LiveRun:
     def plot(self, layer: int, head: int, visits: tuple[int, int] | None = None, theme: str = "light") -> Any:
         """Attention maps of one head: earlier visit, later visit, difference (a Plotly figure)."""
         from visitlens.probe.drawing.theme import find_theme
-        from visitlens.probe.live_figures import attention_maps
+        from visitlens.probe.live.figures import attention_maps
 
         return attention_maps(self, layer, head, visits, find_theme(theme))
 

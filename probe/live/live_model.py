@@ -1,6 +1,6 @@
 """A model under a prompt that someone types: LiveModel runs it, and silences its heads on the spot.
 
-from visitlens.probe.live import LiveModel
+from visitlens.probe.live.live_model import LiveModel
 
 live = LiveModel.load("assets/models/smelt")
 run = live.run("Input: ( [ {\\nOutput:")
@@ -26,18 +26,18 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
-from visitlens.probe.live_ablation import KINDS, HeadScan, SilencedHead, check_target, divergence
-from visitlens.probe.live_arrays import arrays_of, as_array, lacking
-from visitlens.probe.live_forward import forward_of
-from visitlens.probe.live_prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
-from visitlens.probe.live_run import LiveRun, empty_lens, log_softmax
+from visitlens.probe.live.arrays import arrays_of, as_array, lacking
+from visitlens.probe.live.forward import forward_of
+from visitlens.probe.live.head_scan import KINDS, HeadScan, SilencedHead, check_target, divergence
+from visitlens.probe.live.live_run import LiveRun, empty_lens, log_softmax
+from visitlens.probe.live.prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
 from visitlens.probe.samples.scores import device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted_model import AdaptedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
-    from visitlens.probe.live_forward import Reader
-    from visitlens.probe.live_run import Lens
+    from visitlens.probe.live.forward import Reader
+    from visitlens.probe.live.live_run import Lens
 
 OnProgress = Callable[[int, int], None]
 """Called with (done, total) between layers; an exception from it ends the run there, and leaves no hook behind."""

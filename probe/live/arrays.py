@@ -12,7 +12,7 @@ from torch import Tensor
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, StepValues, capture
 from visitlens.hooks.core.sites import token_shape
-from visitlens.probe.row_rule import RowRule
+from visitlens.probe.live.row_rule import RowRule
 
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted_model import AdaptedModel
