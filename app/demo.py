@@ -47,8 +47,8 @@ def _whole(path: Path) -> bool:
 
 def _ablate(recording: Path) -> None:
     """Every head of the loop, on a few Dyck prompts."""
-    from visitlens.probe.ablation_run import AblationRequest, ablate_recording
-    from visitlens.probe.dyck_study import DyckSettings
+    from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
+    from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
 
     settings = DyckSettings(prompts=PROMPTS)
     ablate_recording(AblationRequest(recording=recording, checkpoint=PAIR["looped"], dyck=settings))

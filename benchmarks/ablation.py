@@ -30,8 +30,8 @@ from visitlens.hooks.adapters import replay
 from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.ablation import Task, ablate_heads, nll
-from visitlens.probe.dyck_study import DyckSettings, dyck_task
+from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task
+from visitlens.probe.analyses.ablation.heads import Task, ablate_heads, nll
 from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.model.bundled import PAIR
 

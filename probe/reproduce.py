@@ -212,8 +212,8 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     try:
         from visitlens.hooks.loading.load_model import model_type, resolve
         from visitlens.hooks.recording.write.record import RecordingOptions
-        from visitlens.probe.ablation_run import AblationRequest, ablate_recording
-        from visitlens.probe.dyck_study import DyckSettings
+        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
+        from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
         from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
         options = RecordingOptions(level="tokens")

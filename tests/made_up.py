@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from visitlens.hooks.core.loop_plan import visit_choices
-from visitlens.probe.ablation import AblationSums
-from visitlens.probe.ablation_run import head_ablation
+from visitlens.probe.analyses.ablation.ablate_recording import head_ablation
+from visitlens.probe.analyses.ablation.dyck_study import MASS, SCORES
+from visitlens.probe.analyses.ablation.heads import AblationSums
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
-from visitlens.probe.dyck_study import MASS, SCORES
 from visitlens.probe.measures.grouped import Grouped
 
 PROMPTS = 12

@@ -64,8 +64,8 @@ def ablate(
     if text is not None:
         check_text(text)
     with loading("torch"):
-        from visitlens.probe.ablation_run import AblationRequest, ablate_recording
-        from visitlens.probe.dyck_study import DyckSettings
+        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
+        from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
         from visitlens.probe.model.bundled import SAMPLE
         from visitlens.probe.reading.recorded_run import open as open_recording
         from visitlens.probe.samples.dyck_prompts import AnswerStyle

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.ablation import Task, ablate_heads, nll, text_task
-from visitlens.probe.ablation_run import ablate
+from visitlens.probe.analyses.ablation.ablate_recording import ablate
+from visitlens.probe.analyses.ablation.heads import Task, ablate_heads, nll, text_task
 from visitlens.probe.analyses.results.head_ablation import holm
 
 LENGTHS = (17, 9, 30, 2, 12, 25, 40, 6)
@@ -83,7 +83,7 @@ def test_mean_and_resample_take_the_intact_models_values(make_model, task: Task)
 
 
 def test_resampling_takes_every_token_from_another_document_at_its_position(task: Task) -> None:
-    from visitlens.probe.ablation import _donors
+    from visitlens.probe.analyses.ablation.heads import _donors
 
     donors = _donors(task, seed=3)
     flat = task.document.ravel()

@@ -17,10 +17,10 @@ from tests.planted import HEAD, LAYER, plant
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import untrusted
 from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.probe.ablation_run import ablate
+from visitlens.probe.analyses.ablation.ablate_recording import ablate
+from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.analyses.results.store import DyckStudy, store
-from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.recorded_run import open as open_recording
 

@@ -13,9 +13,9 @@ from tests.planted import EXPERTS, HEAD, LAYER, Planted, plant
 
 from visitlens.hooks.text.documents import encode, pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.ablation_run import ablate
+from visitlens.probe.analyses.ablation.ablate_recording import ablate
+from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
 from visitlens.probe.analyses.results.store import DyckStudy
-from visitlens.probe.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
 from visitlens.probe.gallery.figure import find
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
@@ -193,7 +193,7 @@ def test_scores_follow_from_the_planted_logits(planted: Planted) -> None:
 def test_prompts_may_be_padded_and_batched_in_any_way(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = DyckSettings(prompts=5)
     whole = dyck_scores(planted.model, planted.tokenizer, settings, (2,))["nll"].total
-    monkeypatch.setattr("visitlens.probe.dyck_study._AT_ONCE", 1)
+    monkeypatch.setattr("visitlens.probe.analyses.ablation.dyck_study._AT_ONCE", 1)
     np.testing.assert_allclose(dyck_scores(planted.model, planted.tokenizer, settings, (2,))["nll"].total, whole)
     prompt = settings.draw(planted.tokenizer, 2)[3]
     with torch.inference_mode():

@@ -14,7 +14,7 @@ import torch
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.interventions.intervene import intervene, mean, site_means, zero
-from visitlens.probe.ablation import ablate_heads, text_task
+from visitlens.probe.analyses.ablation.heads import ablate_heads, text_task
 from visitlens.probe.reading.recorded_run import RecordedRun
 
 Recorded = Callable[[str], RecordedRun]

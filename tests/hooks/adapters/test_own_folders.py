@@ -23,7 +23,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.loading.load_model import resolve, weights_sha256
 from visitlens.hooks.models.checkpoint_files import code_sha256
-from visitlens.probe.ablation_run import AblationRequest, ablate_recording
+from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
 from visitlens.probe.live.live_run import LiveRun
 
 Run = Callable[..., tuple[int, str, str]]

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.probe.ablation import Task
+from visitlens.probe.analyses.ablation.heads import Task
 from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure

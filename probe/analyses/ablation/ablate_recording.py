@@ -16,10 +16,10 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.recording.format import schema
-from visitlens.probe.ablation import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
+from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
+from visitlens.probe.analyses.ablation.heads import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
-from visitlens.probe.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.jobs.as_recorded import as_recorded
 from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
 from visitlens.probe.measures.grouped import Grouped

@@ -1,0 +1,1 @@
+"""Head ablation over a task or a recording, and the Dyck study that it feeds."""
