@@ -34,10 +34,10 @@ def compare(
     theme: Annotated[Theme, typer.Option(help="Colours of the figure.")] = Theme.light,
 ) -> None:
     """Compare two recordings, with differences and their 95% intervals."""
-    from visitlens.probe.compare import compare as run
-    from visitlens.probe.compare import comparison_data, write_comparison
     from visitlens.probe.drawing.series import aligned, digits
     from visitlens.probe.reading.recorded_run import open as open_recording
+    from visitlens.probe.report.compare import compare as run
+    from visitlens.probe.report.compare import comparison_data, write_comparison
 
     first, second = open_recording(a), open_recording(b)
     data = comparison_data(first, second, run(first, second, by.value, comma_separated(measures)), by.value)

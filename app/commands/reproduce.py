@@ -45,8 +45,8 @@ def reproduce(
     """
     from visitlens.probe.model.bundled import PAIR, SAMPLE, check_assets
     from visitlens.probe.reading.grid import Grid, of_pair, selected
-    from visitlens.probe.reproduce import ReproduceRequest
-    from visitlens.probe.reproduce import reproduce as run
+    from visitlens.probe.report.reproduce import ReproduceRequest
+    from visitlens.probe.report.reproduce import reproduce as run
 
     if grid is not None and (looped is not None or baseline is not None):
         raise InputError("give --grid, or --looped and --baseline, not both")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from visitlens.errors import InputError
-from visitlens.probe.compare import compare, comparison_data, draw_comparison, write_comparison
 from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.report.compare import compare, comparison_data, draw_comparison, write_comparison
 
 
 def test_a_recording_against_itself_differs_by_nothing(looped_recording: RecordedRun) -> None:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.probe.exports import choose, write
 from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.report.export import choose, write
 
 
 @pytest.fixture(scope="module")

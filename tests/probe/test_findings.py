@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from visitlens.probe.findings import (
+from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.report.findings import (
     CLAIMS,
     FAILS,
     HOLDS,
@@ -18,9 +21,6 @@ from visitlens.probe.findings import (
     findings,
     verdict,
 )
-from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.reading.pair import Pair
-from visitlens.probe.reading.recorded_run import RecordedRun
 
 
 @pytest.fixture(scope="module")

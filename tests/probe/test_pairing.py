@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from visitlens.hooks.text.documents import pack
-from visitlens.probe.compare import compare
 from visitlens.probe.reading.pairing import pair
 from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.report.compare import compare
 
 
 @pytest.fixture(scope="module")

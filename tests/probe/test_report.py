@@ -20,14 +20,23 @@ import pytest
 from visitlens.errors import InputError, RecordingError, StorageError, UnavailableError
 from visitlens.probe.drawing.images import find_browser, render
 from visitlens.probe.drawing.page import CONFIG
-from visitlens.probe.findings import CLAIMS, FAILS, HOLDS, OPEN, UNMEASURED, findings, findings_data, grid_findings
 from visitlens.probe.gallery.figure import find, registered
 from visitlens.probe.gallery.write_figures import write_figures, write_file
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.recorded_run import open as open_recording
-from visitlens.probe.report import write_report
+from visitlens.probe.report.findings import (
+    CLAIMS,
+    FAILS,
+    HOLDS,
+    OPEN,
+    UNMEASURED,
+    findings,
+    findings_data,
+    grid_findings,
+)
+from visitlens.probe.report.report import write_report
 
 SLUGS = [figure.slug for figure in registered()]
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed")
@@ -174,7 +183,7 @@ import sys
 from visitlens.probe.reading.recorded_run import open
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
-from visitlens.probe.report import write_report
+from visitlens.probe.report.report import write_report
 pair = Pair(open({str(pair.looped.recording.path)!r}), open({str(pair.baseline.recording.path)!r}))
 write_report(pair, {str(tmp_path)!r}, formats=["html", "csv"])
 pair.looped.sink_mass().plot().to_json()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from visitlens.probe.reproduce import _code_of
+from visitlens.probe.report.reproduce import _code_of
 
 
 def test_every_source_file_counts_also_where_two_have_one_name(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from visitlens.probe.drawing.page import escape
 from visitlens.probe.drawing.series import digits
-from visitlens.probe.findings import HOLDS, UNMEASURED, Finding
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import span
 from visitlens.probe.reading.pair_grid import PairGrid
+from visitlens.probe.report.findings import HOLDS, UNMEASURED, Finding
 
 _SIGNS = {HOLDS: "yes", "does not hold": "no", "not decided": "open", UNMEASURED: "–"}
 

@@ -9,21 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.probe import report_grid
 from visitlens.probe.drawing.page import caption, chart, document, escape
 from visitlens.probe.drawing.series import aligned, digits
 from visitlens.probe.drawing.theme import Theme, find_theme
-from visitlens.probe.findings import (
-    FAILS,
-    HOLDS,
-    OPEN,
-    UNMEASURED,
-    Finding,
-    findings,
-    findings_data,
-    grid_findings,
-    grid_findings_data,
-)
 from visitlens.probe.gallery.write_figures import (
     Drawing,
     Progress,
@@ -39,6 +27,18 @@ from visitlens.probe.gallery.write_figures import (
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import Pair, span
 from visitlens.probe.reading.pair_grid import PairGrid
+from visitlens.probe.report import report_grid
+from visitlens.probe.report.findings import (
+    FAILS,
+    HOLDS,
+    OPEN,
+    UNMEASURED,
+    Finding,
+    findings,
+    findings_data,
+    grid_findings,
+    grid_findings_data,
+)
 
 _FILES = ("png", "svg", "json", "csv")
 _CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", UNMEASURED: "muted"}
