@@ -16,7 +16,7 @@ import typer
 
 from visitlens import __version__
 from visitlens.app import commands
-from visitlens.app.console import console, log_shown, plain
+from visitlens.app.terminal.console import console, log_shown, plain
 from visitlens.errors import TRACEBACK, VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

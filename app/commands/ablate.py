@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import comma_separated, loading, progress_shown
-from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.console import comma_separated, loading, progress_shown
+from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.errors import InputError
 
 

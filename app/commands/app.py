@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, plain
-from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.console import console, plain
+from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 from visitlens.errors import InputError, UnavailableError
 
 

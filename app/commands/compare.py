@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from visitlens.app.console import Theme, comma_separated, plain
+from visitlens.app.terminal.console import Theme, comma_separated, plain
 
 
 class By(StrEnum):

@@ -51,7 +51,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say what runs on this machine: packages, kernels, GPU, threads, Chromium; and what to install for more."""
-    from visitlens.app.console import console
+    from visitlens.app.terminal.console import console
 
     with console.status("trying the kernels (numba compiles once, which takes seconds) ..."):
         found = diagnose()

@@ -24,7 +24,7 @@ def export(
     tokens: Annotated[str, typer.Option(help="START:STOP, ordinals of tokens in the recording.")] = "",
 ) -> None:
     """Write a statistic with its intervals, per-token values, or activations to a file; its ending says which kind."""
-    from visitlens.app.console import token_bounds
+    from visitlens.app.terminal.console import token_bounds
     from visitlens.probe.reading.recorded_run import open as open_recording
     from visitlens.probe.report.export import choose, write
 

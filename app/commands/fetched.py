@@ -20,7 +20,7 @@ def fetched(
     """
     from datetime import datetime
 
-    from visitlens.app.console import console, counted, plain
+    from visitlens.app.terminal.console import console, counted, plain
     from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.recording.store.commit import readable_bytes
     from visitlens.hooks.recording.store.fetch_cache import chosen, empty, fetched_folder, total_bytes

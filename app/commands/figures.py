@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import Theme, comma_separated, progress_shown, warnings_once
+from visitlens.app.terminal.console import Theme, comma_separated, progress_shown, warnings_once
 from visitlens.errors import InputError
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import counted
+from visitlens.app.terminal.console import counted
 
 
 def info(

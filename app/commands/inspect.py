@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from visitlens.app.console import loading
-from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.console import loading
+from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 
 
 def inspect(

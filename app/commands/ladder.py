@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import TaskID
 
-from visitlens.app.console import comma_separated, console, loading, plain, progress_bar
+from visitlens.app.terminal.console import comma_separated, console, loading, plain, progress_bar
 from visitlens.errors import InputError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from visitlens.app.console import comma_separated, console, loading, progress_shown, token_bounds
-from visitlens.app.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.console import comma_separated, console, loading, progress_shown, token_bounds
+from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
 
 if TYPE_CHECKING:
     from visitlens.probe.jobs.prepared_run import RunRequest

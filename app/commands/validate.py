@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from visitlens.app.console import console, counted, plain
+from visitlens.app.terminal.console import console, counted, plain
 
 
 def validate(
