@@ -11,9 +11,9 @@ import plotly.graph_objects as go
 from dash import html
 
 from visitlens.app.components import card, number, selector, table
-from visitlens.app.context import View
 from visitlens.app.live_parts import attribute
 from visitlens.app.panels import Panel, notebook, stat_rows
+from visitlens.app.view.view import View
 from visitlens.probe.analyses.results.store import HeadAblation
 from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, largest, title_block
 from visitlens.probe.drawing.series import INTERVAL, aligned

@@ -10,8 +10,8 @@ import numpy as np
 from dash import html
 
 from visitlens.app.components import card, number, table
-from visitlens.app.context import View
-from visitlens.app.documents import segment_of, segments
+from visitlens.app.view.segments import segment_of, segments
+from visitlens.app.view.view import View
 from visitlens.errors import RecordingError
 from visitlens.probe.reading.attention_from_qk import MOST_TOKENS, attention_from_qk, holds_qk
 from visitlens.probe.reading.token_window import changed_keys

@@ -7,9 +7,9 @@ from typing import Any
 
 from visitlens.app.attention import looped_layer
 from visitlens.app.components import selector
-from visitlens.app.context import View, describe_needs
-from visitlens.app.documents import segment_choices
-from visitlens.app.state import AGGREGATIONS, common_visits
+from visitlens.app.view.segments import segment_choices
+from visitlens.app.view.selection import AGGREGATIONS, common_visits
+from visitlens.app.view.view import View, describe_needs
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.recorded_run import RecordedRun

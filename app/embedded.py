@@ -11,9 +11,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from visitlens.app.context import Context, checkpoint_folder
-from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context, checkpoint_folder
 from visitlens.errors import InputError
 from visitlens.probe.reading.recorded_run import RecordedRun
 

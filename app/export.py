@@ -18,9 +18,9 @@ from plotly.offline import get_plotlyjs
 
 from visitlens import __version__
 from visitlens.app import layout
-from visitlens.app.context import Context, View, view_of
 from visitlens.app.pages import find_page
 from visitlens.app.panels import Panel
+from visitlens.app.view.view import Context, View, view_of
 from visitlens.errors import UnavailableError, VisitlensError
 from visitlens.probe.drawing import page as html_page
 from visitlens.probe.drawing.drawing import HEAD_MARGIN, short, title_block

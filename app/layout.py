@@ -11,11 +11,11 @@ from urllib.parse import parse_qsl, urlsplit
 from dash import dcc, html
 
 from visitlens.app.components import attrs, command, icon, panel_card, state
-from visitlens.app.context import Context, View, describe_needs, said, view_of
 from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
 from visitlens.app.panels import Panel
-from visitlens.app.state import Selection, abbreviated, named
+from visitlens.app.view.selection import Selection, abbreviated, named
+from visitlens.app.view.view import Context, View, describe_needs, said, view_of
 from visitlens.errors import StorageError, VisitlensError
 from visitlens.probe.reading.two_visits import largest_change
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visitlens.app.context import View
+from visitlens.app.view.view import View
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.live.head_scan import KINDS

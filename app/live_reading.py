@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from visitlens.app.registry import Entry, without_folder
+from visitlens.app.view.registry import Entry, without_folder
 from visitlens.errors import InputError
 from visitlens.probe.jobs.as_recorded import as_recorded
 

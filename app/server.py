@@ -17,8 +17,8 @@ from flask import Flask, Response, jsonify, redirect, request, send_file
 
 from visitlens import __version__
 from visitlens.app import export, layout
-from visitlens.app.context import Context, view_of
 from visitlens.app.pages import pages
+from visitlens.app.view.view import Context, view_of
 from visitlens.errors import InputError
 from visitlens.kernels.memory import share_arenas
 

@@ -46,8 +46,8 @@ def app(
         if (error.name or "").split(".")[0] not in ("dash", "dash_ag_grid", "flask", "waitress"):
             raise
         raise UnavailableError("the dashboard needs Dash: pip install 'visitlens[app]'") from error
-    from visitlens.app.context import Context, checkpoint_folder
-    from visitlens.app.registry import Registry
+    from visitlens.app.view.registry import Registry
+    from visitlens.app.view.view import Context, checkpoint_folder
 
     options = model_options(steps, state_seed, trust_remote_code, family, tie_copies)
     if options and not model:

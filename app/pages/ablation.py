@@ -6,7 +6,7 @@ from typing import Any
 
 from visitlens.app.ablation_panels import finding_card, maps_panel, ranked_card, ranked_panel
 from visitlens.app.components import command, state
-from visitlens.app.context import View
+from visitlens.app.view.view import View
 
 PATH, TITLE, ORDER = "/ablation", "Ablation", 41
 NEEDS = ("recording",)

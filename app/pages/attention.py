@@ -9,12 +9,12 @@ from dash import html
 
 from visitlens.app.attention import Place, both_maps, key_changes, looped_layer, place_of, source, token_texts
 from visitlens.app.components import selector, state
-from visitlens.app.context import View
-from visitlens.app.documents import segment_choices
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
 from visitlens.app.plots import Line, Plot, visit_maps
 from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
+from visitlens.app.view.segments import segment_choices
+from visitlens.app.view.view import View
 from visitlens.errors import RecordingError
 from visitlens.probe.drawing.theme import Theme, token_text
 from visitlens.probe.reading.two_visits import two_visits

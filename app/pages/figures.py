@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.context import View
 from visitlens.app.figures import gallery
+from visitlens.app.view.view import View
 
 PATH, TITLE, ORDER = "/figures", "Figures", 41
 NEEDS = ("recording",)

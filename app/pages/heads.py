@@ -8,10 +8,10 @@ import dash_ag_grid as dag
 from dash import Input, Output, State, html
 
 from visitlens.app.components import attrs, card
-from visitlens.app.context import Context, View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
 from visitlens.app.plots import Line
+from visitlens.app.view.view import Context, View
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.two_visits import TwoVisits, by_layer_once, mean_over, two_visits
 

@@ -7,10 +7,10 @@ from typing import Any
 from dash import html
 
 from visitlens.app.components import card, table, with_bounds
-from visitlens.app.context import View
 from visitlens.app.controls import measures
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
+from visitlens.app.view.view import View
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.two_visits import TwoVisits, by_layer_once, mean_over, two_visits

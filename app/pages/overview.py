@@ -8,10 +8,10 @@ import numpy as np
 from dash import html
 
 from visitlens.app.components import attrs, badge, card, number, state, table
-from visitlens.app.context import View, routed
 from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
 from visitlens.app.panels import Panel
 from visitlens.app.plots import Plot, one_map
+from visitlens.app.view.view import View, routed
 from visitlens.probe.drawing.drawing import written
 from visitlens.probe.drawing.series import with_interval
 from visitlens.probe.drawing.theme import Theme, escape

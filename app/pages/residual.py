@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.context import View
 from visitlens.app.figures import registered_panel
 from visitlens.app.panels import Panel, lines_panel
 from visitlens.app.plots import Level, Line
+from visitlens.app.view.view import View
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.axes import COMPONENTS
 from visitlens.probe.measures.measure import StatArray

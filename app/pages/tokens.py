@@ -11,11 +11,11 @@ from dash import html
 
 from visitlens.app.attention import key_changes, looped_layer, source
 from visitlens.app.components import attrs, card, number, table
-from visitlens.app.context import View, routed
 from visitlens.app.controls import measures
-from visitlens.app.documents import segment_of, segments
 from visitlens.app.panels import Panel, notebook
 from visitlens.app.plots import Plot, plot
+from visitlens.app.view.segments import segment_of, segments
+from visitlens.app.view.view import View, routed
 from visitlens.probe.drawing.theme import Theme, escape, token_text
 from visitlens.probe.measures.measure import Measure, json_numbers
 from visitlens.probe.reading.token_window import Experts, TokenWindow, stored_measures

@@ -23,13 +23,13 @@ from visitlens.app import export, layout, plots
 from visitlens.app.attention import changed_keys, context_starts
 from visitlens.app.commands.app import clean_prefix
 from visitlens.app.components import shown
-from visitlens.app.context import Context, view_of
 from visitlens.app.pages import find_page, pages
 from visitlens.app.pages.attention import parse_zoom
 from visitlens.app.panels import Panel
 from visitlens.app.pooling import pool, pooled_difference
-from visitlens.app.registry import Registry
-from visitlens.app.state import Selection, fit, parse
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.selection import Selection, fit, parse
+from visitlens.app.view.view import Context, view_of
 from visitlens.errors import InputError
 from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.reading.grid import Grid, GridCell

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
-from visitlens.app.context import Context
-from visitlens.app.registry import Registry
 from visitlens.app.server import Access, behind_prefix, build
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context
 from visitlens.errors import InputError
 
 MARKUP = "<img src=x onerror=alert(1)><b>bold</b>&lt;"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from visitlens.app import layout
-from visitlens.app.context import Context
-from visitlens.app.registry import Registry, without_folder
+from visitlens.app.view.registry import Registry, without_folder
+from visitlens.app.view.view import Context
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_a_recording_that_vanishes_is_a_sentence(folder: Path, tmp_path: Path, r
 def test_many_recordings_are_listed_and_few_are_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("visitlens.app.registry._MOST_READ", 3)
+    monkeypatch.setattr("visitlens.app.view.registry._MOST_READ", 3)
     for number in range(8):
         (tmp_path / f"r{number}.vlens").symlink_to(folder / "looped.vlens")
     registry = Registry([tmp_path])

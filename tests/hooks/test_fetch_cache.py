@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
 from visitlens.errors import StorageError
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import visitlens as vl
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
 from visitlens.errors import RecordingError
 from visitlens.hooks.recording.format.schema import check_run
 from visitlens.hooks.recording.maintain.pull import pull

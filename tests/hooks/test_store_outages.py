@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import visitlens as vl
 from visitlens.app import layout
-from visitlens.app.context import Context
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context
 from visitlens.errors import StorageError
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording

@@ -12,13 +12,13 @@ import pytest
 from dash import no_update
 from tests.tiny_live import HOSTILE, LONG, Held, ran
 
-from visitlens.app.context import Context
 from visitlens.app.embedded import dashboard
 from visitlens.app.jobs import JobQueue
 from visitlens.app.live_cards import prompt_card
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context
 from visitlens.errors import InputError
 
 

@@ -14,11 +14,11 @@ from tests.tiny_live import LONG, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.app import layout
-from visitlens.app.context import Context
 from visitlens.app.live_panels import lens_panel, maps_panel, norms_panel, scan_panel
 from visitlens.app.live_service import LiveService
 from visitlens.app.pages import live as page
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context
 from visitlens.errors import InputError
 from visitlens.hooks.adapters import replay
 from visitlens.hooks.adapters.adapt import adapt

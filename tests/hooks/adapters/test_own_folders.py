@@ -15,10 +15,10 @@ from tests.hooks.adapters import own_folders
 from tests.hooks.adapters.own_folders import FOLDERS, LOADER, STEPS
 
 import visitlens as vl
-from visitlens.app.context import Context, checkpoint_folder
 from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context, checkpoint_folder
 from visitlens.errors import InputError
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.loading.load_model import resolve, weights_sha256

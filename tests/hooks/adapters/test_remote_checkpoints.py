@@ -18,7 +18,7 @@ from transformers.utils.generic import ModelOutput
 import visitlens as vl
 from visitlens.app.live_reading import read_as
 from visitlens.app.live_service import LiveService
-from visitlens.app.registry import Registry
+from visitlens.app.view.registry import Registry
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.probe.jobs.as_recorded import as_recorded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from visitlens.app.context import View
+from visitlens.app.view.view import View
 from visitlens.probe.reading.token_window import Segments
 
 _PICKED = 200

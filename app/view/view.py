@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from visitlens.app.registry import Entry, Registry, without_folder
-from visitlens.app.state import Selection, common_visits, fit, parse
-from visitlens.app.tokens import TokenTexts
+from visitlens.app.view.registry import Entry, Registry, without_folder
+from visitlens.app.view.selection import Selection, common_visits, fit, parse
+from visitlens.app.view.token_texts import TokenTexts
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import brings_loader
 from visitlens.probe.drawing.theme import DARK, LIGHT, Theme

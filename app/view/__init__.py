@@ -1,0 +1,1 @@
+"""What one request of the dashboard shows: the recordings at hand, the selection, the View."""
