@@ -10,10 +10,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dash import dcc, html
 
-from visitlens.app.components import attrs, command, icon, panel_card, state
-from visitlens.app.controls import controls, layered
 from visitlens.app.pages import find_page, pages
-from visitlens.app.panels import Panel
+from visitlens.app.panels.components import attrs, command, icon, panel_card, state
+from visitlens.app.panels.controls import controls, layered
+from visitlens.app.panels.panel import Panel
 from visitlens.app.view.selection import Selection, abbreviated, named
 from visitlens.app.view.view import Context, View, describe_needs, said, view_of
 from visitlens.errors import StorageError, VisitlensError

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from visitlens.app.components import selector
 from visitlens.app.live_choice import LiveChoice
-from visitlens.app.panels import Panel
+from visitlens.app.panels.components import selector
+from visitlens.app.panels.panel import Panel
 from visitlens.app.view.view import View
 from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.live.figures import attention_maps, head_grid, lens_map, norm_lines, place_label, scan_map

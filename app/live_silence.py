@@ -7,9 +7,9 @@ from typing import Any
 
 from dash import html
 
-from visitlens.app.components import card, selector, table
 from visitlens.app.live_choice import LiveChoice
-from visitlens.app.live_parts import bar, button, visible
+from visitlens.app.panels.components import card, selector, table
+from visitlens.app.panels.live_parts import bar, button, visible
 from visitlens.hooks.core.loop_plan import visit_choices
 from visitlens.probe.live.figures import place_label
 from visitlens.probe.live.head_scan import KINDS, SilencedHead

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.ablation_panels import finding_card, maps_panel, ranked_card, ranked_panel
-from visitlens.app.components import command, state
+from visitlens.app.panels.ablation import finding_card, maps_panel, ranked_card, ranked_panel
+from visitlens.app.panels.components import command, state
 from visitlens.app.view.view import View
 
 PATH, TITLE, ORDER = "/ablation", "Ablation", 41

@@ -7,12 +7,20 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.attention import Place, both_maps, key_changes, looped_layer, place_of, source, token_texts
-from visitlens.app.components import selector, state
-from visitlens.app.figures import registered_panel
-from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook, stat_panel
-from visitlens.app.plots import Line, Plot, visit_maps
-from visitlens.app.pooling import Pooled, Region, pooled_by_tiles
+from visitlens.app.panels.attention_maps import (
+    Place,
+    both_maps,
+    key_changes,
+    looped_layer,
+    place_of,
+    source,
+    token_texts,
+)
+from visitlens.app.panels.components import selector, state
+from visitlens.app.panels.panel import Panel, lines_panel, maps_panel, notebook, stat_panel
+from visitlens.app.panels.paper_figures import registered_panel
+from visitlens.app.panels.plots import Line, Plot, visit_maps
+from visitlens.app.panels.pooling import Pooled, Region, pooled_by_tiles
 from visitlens.app.view.segments import segment_choices
 from visitlens.app.view.view import View
 from visitlens.errors import RecordingError

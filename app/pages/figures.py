@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.figures import gallery
+from visitlens.app.panels.paper_figures import gallery
 from visitlens.app.view.view import View
 
 PATH, TITLE, ORDER = "/figures", "Figures", 41

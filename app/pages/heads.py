@@ -7,10 +7,10 @@ from typing import Any
 import dash_ag_grid as dag
 from dash import Input, Output, State, html
 
-from visitlens.app.components import attrs, card
-from visitlens.app.controls import measures
-from visitlens.app.panels import Panel, lines_panel, maps_panel, stat_panel
-from visitlens.app.plots import Line
+from visitlens.app.panels.components import attrs, card
+from visitlens.app.panels.controls import measures
+from visitlens.app.panels.panel import Panel, lines_panel, maps_panel, stat_panel
+from visitlens.app.panels.plots import Line
 from visitlens.app.view.view import Context, View
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.two_visits import TwoVisits, by_layer_once, mean_over, two_visits

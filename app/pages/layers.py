@@ -6,10 +6,10 @@ from typing import Any
 
 from dash import html
 
-from visitlens.app.components import card, table, with_bounds
-from visitlens.app.controls import measures
-from visitlens.app.panels import Panel, lines_panel
-from visitlens.app.plots import Level, Line
+from visitlens.app.panels.components import card, table, with_bounds
+from visitlens.app.panels.controls import measures
+from visitlens.app.panels.panel import Panel, lines_panel
+from visitlens.app.panels.plots import Level, Line
 from visitlens.app.view.view import View
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.measure import StatArray

@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, html, no_update
 
-from visitlens.app.components import state
 from visitlens.app.live_cards import (
     experts_card,
     keys_card,
@@ -22,6 +21,7 @@ from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms
 from visitlens.app.live_reading import of_other_code, read_as
 from visitlens.app.live_service import LiveService
 from visitlens.app.live_silence import silence_card
+from visitlens.app.panels.components import state
 from visitlens.app.view.view import Context, View, view_of
 from visitlens.errors import InputError, VisitlensError
 from visitlens.probe.live.head_scan import HeadScan, SilencedHead

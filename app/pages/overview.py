@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.components import attrs, badge, card, number, state, table
-from visitlens.app.headlines import Headline, headline, headlines, place_in_range, value_of
-from visitlens.app.panels import Panel
-from visitlens.app.plots import Plot, one_map
+from visitlens.app.panels.components import attrs, badge, card, number, state, table
+from visitlens.app.panels.headlines import Headline, headline, headlines, place_in_range, value_of
+from visitlens.app.panels.panel import Panel
+from visitlens.app.panels.plots import Plot, one_map
 from visitlens.app.view.view import View, routed
 from visitlens.probe.drawing.drawing import written
 from visitlens.probe.drawing.series import with_interval

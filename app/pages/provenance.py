@@ -7,7 +7,7 @@ from typing import Any
 
 from dash import html
 
-from visitlens.app.components import card, table
+from visitlens.app.panels.components import card, table
 from visitlens.app.view.view import View
 from visitlens.probe.reading.pair import describe as describe_run
 from visitlens.probe.reading.pair import span

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.figures import registered_panel
-from visitlens.app.panels import Panel, lines_panel
-from visitlens.app.plots import Level, Line
+from visitlens.app.panels.panel import Panel, lines_panel
+from visitlens.app.panels.paper_figures import registered_panel
+from visitlens.app.panels.plots import Level, Line
 from visitlens.app.view.view import View
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.axes import COMPONENTS

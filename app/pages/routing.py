@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.components import card, table
-from visitlens.app.figures import registered_panel
-from visitlens.app.panels import Panel, lines_panel, maps_panel, notebook
-from visitlens.app.plots import Level, Line, one_map
+from visitlens.app.panels.components import card, table
+from visitlens.app.panels.panel import Panel, lines_panel, maps_panel, notebook
+from visitlens.app.panels.paper_figures import registered_panel
+from visitlens.app.panels.plots import Level, Line, one_map
 from visitlens.app.view.view import View
 from visitlens.probe.drawing.theme import escape
 from visitlens.probe.reading.two_visits import mean_over, two_visits

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from dash import html
 
-from visitlens.app.attention import key_changes, looped_layer, source
-from visitlens.app.components import attrs, card, number, table
-from visitlens.app.controls import measures
-from visitlens.app.panels import Panel, notebook
-from visitlens.app.plots import Plot, plot
+from visitlens.app.panels.attention_maps import key_changes, looped_layer, source
+from visitlens.app.panels.components import attrs, card, number, table
+from visitlens.app.panels.controls import measures
+from visitlens.app.panels.panel import Panel, notebook
+from visitlens.app.panels.plots import Plot, plot
 from visitlens.app.view.segments import segment_of, segments
 from visitlens.app.view.view import View, routed
 from visitlens.probe.drawing.theme import Theme, escape, token_text

@@ -19,14 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from visitlens.app import export, layout, plots
-from visitlens.app.attention import changed_keys, context_starts
+from visitlens.app import export, layout
 from visitlens.app.commands.app import clean_prefix
-from visitlens.app.components import shown
 from visitlens.app.pages import find_page, pages
 from visitlens.app.pages.attention import parse_zoom
-from visitlens.app.panels import Panel
-from visitlens.app.pooling import pool, pooled_difference
+from visitlens.app.panels import plots
+from visitlens.app.panels.attention_maps import changed_keys, context_starts
+from visitlens.app.panels.components import shown
+from visitlens.app.panels.panel import Panel
+from visitlens.app.panels.pooling import pool, pooled_difference
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.selection import Selection, fit, parse
 from visitlens.app.view.view import Context, view_of
@@ -136,7 +137,7 @@ def test_every_page_renders_for_every_recording(context: Context, run: str) -> N
 
 
 def test_a_new_measure_and_figure_appear_without_being_named(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    from visitlens.app import figures
+    from visitlens.app.panels import paper_figures as figures
     from visitlens.probe.gallery.figure import registered
 
     totals = context.registry["looped"].run.recording.totals

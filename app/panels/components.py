@@ -11,7 +11,7 @@ from typing import Any
 from dash import dcc, html
 from plotly.io.json import to_json_plotly
 
-from visitlens.app.panels import Panel
+from visitlens.app.panels.panel import Panel
 from visitlens.app.view.view import View
 from visitlens.probe.drawing.page import CONFIG
 from visitlens.probe.drawing.series import aligned, digits

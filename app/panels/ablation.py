@@ -10,9 +10,9 @@ import numpy as np
 import plotly.graph_objects as go
 from dash import html
 
-from visitlens.app.components import card, number, selector, table
-from visitlens.app.live_parts import attribute
-from visitlens.app.panels import Panel, notebook, stat_rows
+from visitlens.app.panels.components import card, number, selector, table
+from visitlens.app.panels.live_parts import attribute
+from visitlens.app.panels.panel import Panel, notebook, stat_rows
 from visitlens.app.view.view import View
 from visitlens.probe.analyses.results.store import HeadAblation
 from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, largest, title_block

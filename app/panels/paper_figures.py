@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from visitlens.app.components import state
-from visitlens.app.panels import Panel, figure_panel
+from visitlens.app.panels.components import state
+from visitlens.app.panels.panel import Panel, figure_panel
 from visitlens.app.view.view import View, said
 from visitlens.errors import VisitlensError
 from visitlens.probe.gallery.figure import Figure, registered

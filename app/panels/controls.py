@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from visitlens.app.attention import looped_layer
-from visitlens.app.components import selector
+from visitlens.app.panels.attention_maps import looped_layer
+from visitlens.app.panels.components import selector
 from visitlens.app.view.segments import segment_choices
 from visitlens.app.view.selection import AGGREGATIONS, common_visits
 from visitlens.app.view.view import View, describe_needs

@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from visitlens.app import plots
+from visitlens.app.panels import plots
 from visitlens.app.view.view import View
 from visitlens.probe.drawing.drawing import HEAD_MARGIN
 from visitlens.probe.drawing.series import INTERVAL, csv_rows

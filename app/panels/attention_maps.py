@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from dash import html
 
-from visitlens.app.components import card, number, table
+from visitlens.app.panels.components import card, number, table
 from visitlens.app.view.segments import segment_of, segments
 from visitlens.app.view.view import View
 from visitlens.errors import RecordingError

@@ -1,0 +1,1 @@
+"""Charts, tables and selectors that pages are made of."""
