@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.service import LiveService
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.live.live_run import LiveRun

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 from dash import ALL, ClientsideFunction, Dash, Input, Output, State, ctx, html, no_update
 
-from visitlens.app.live_cards import (
+from visitlens.app.live.ablation_card import silence_card
+from visitlens.app.live.cards import (
     experts_card,
     keys_card,
     lens_card,
@@ -16,11 +17,10 @@ from visitlens.app.live_cards import (
     prompt_card,
     tokens_card,
 )
-from visitlens.app.live_choice import PARAMETERS, choice
-from visitlens.app.live_panels import heads_panel, lens_panel, maps_panel, norms_panel, scan_panel
-from visitlens.app.live_reading import of_other_code, read_as
-from visitlens.app.live_service import LiveService
-from visitlens.app.live_silence import silence_card
+from visitlens.app.live.choice import PARAMETERS, choice
+from visitlens.app.live.panels import heads_panel, lens_panel, maps_panel, norms_panel, scan_panel
+from visitlens.app.live.read_as import of_other_code, read_as
+from visitlens.app.live.service import LiveService
 from visitlens.app.panels.components import state
 from visitlens.app.view.view import Context, View, view_of
 from visitlens.errors import InputError, VisitlensError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from visitlens.app.jobs import JobQueue, QueueFullError
+from visitlens.app.live.job_queue import JobQueue, QueueFullError
 from visitlens.errors import InputError
 
 WAIT = 60.0
@@ -170,7 +170,7 @@ def test_freed_memory_is_given_back_once_nothing_waits(
     make_queue: Callable[..., JobQueue], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, gate, given = make_queue(), Gate(), threading.Semaphore(0)
-    monkeypatch.setattr("visitlens.app.jobs.give_back_freed_memory", given.release)
+    monkeypatch.setattr("visitlens.app.live.job_queue.give_back_freed_memory", given.release)
     queue.submit("a", gate)
     last = queue.submit("b", returning(1))
     gate.open.set()

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import expect
 from tests.tiny_live import Held, byte_tokenizer
 
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.looped_moe import LoopedMoE

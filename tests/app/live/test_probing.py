@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 from tests.tiny_live import HOSTILE, LONG, TYPED, Held, ran
 
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page
 
 

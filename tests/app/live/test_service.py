@@ -13,9 +13,9 @@ from dash import no_update
 from tests.tiny_live import HOSTILE, LONG, Held, ran
 
 from visitlens.app.embedded import dashboard
-from visitlens.app.jobs import JobQueue
-from visitlens.app.live_cards import prompt_card
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.cards import prompt_card
+from visitlens.app.live.job_queue import JobQueue
+from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
@@ -42,7 +42,7 @@ def test_the_model_is_loaded_by_the_first_run_and_torch_with_it(checkpoint: Path
 
     code = (
         "import sys\nfrom pathlib import Path\nfrom visitlens.app.pages import live\n"
-        "from visitlens.app.live_service import LiveService\n"
+        "from visitlens.app.live.service import LiveService\n"
         "service = LiveService(Path(sys.argv[1]))\n"
         "assert len(service.presets) == 5 and 'torch' not in sys.modules\n"
         "id_ = service.probe('tab', 'ab')\nassert service.jobs.wait(id_, 300).status == 'done'\n"

@@ -15,8 +15,8 @@ from tests.hooks.adapters import own_folders
 from tests.hooks.adapters.own_folders import FOLDERS, LOADER, STEPS
 
 import visitlens as vl
-from visitlens.app.live_reading import of_other_code, read_as
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.read_as import of_other_code, read_as
+from visitlens.app.live.service import LiveService
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context, checkpoint_folder
 from visitlens.errors import InputError

@@ -16,8 +16,8 @@ from transformers import modeling_rope_utils
 from transformers.utils.generic import ModelOutput
 
 import visitlens as vl
-from visitlens.app.live_reading import read_as
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.read_as import read_as
+from visitlens.app.live.service import LiveService
 from visitlens.app.view.registry import Registry
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.adapters.adapt import adapt

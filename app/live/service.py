@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from visitlens.app.jobs import JobQueue, OnProgress
+from visitlens.app.live.job_queue import JobQueue, OnProgress
 from visitlens.errors import InputError
 from visitlens.probe.live.head_scan import HeadScan, SilencedHead
 from visitlens.probe.live.live_run import LiveRun

@@ -7,7 +7,7 @@ from typing import Any
 
 from dash import html
 
-from visitlens.app.live_choice import LiveChoice
+from visitlens.app.live.choice import LiveChoice
 from visitlens.app.panels.components import card, selector, table
 from visitlens.app.panels.live_parts import bar, button, visible
 from visitlens.hooks.core.loop_plan import visit_choices

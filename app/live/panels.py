@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from visitlens.app.live_choice import LiveChoice
+from visitlens.app.live.choice import LiveChoice
 from visitlens.app.panels.components import selector
 from visitlens.app.panels.panel import Panel
 from visitlens.app.view.view import View

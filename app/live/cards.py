@@ -7,9 +7,9 @@ from typing import Any
 
 from dash import dcc, html
 
-from visitlens.app.live_choice import LiveChoice
-from visitlens.app.live_reading import told
-from visitlens.app.live_service import LiveService
+from visitlens.app.live.choice import LiveChoice
+from visitlens.app.live.read_as import told
+from visitlens.app.live.service import LiveService
 from visitlens.app.panels.components import card, selector, table
 from visitlens.app.panels.live_parts import attribute, badge, bar, button, visible
 from visitlens.app.view.view import View
