@@ -41,7 +41,7 @@ def app(
     The live probe reads --model by the options given, and what isn't given as its recordings say.
     """
     try:
-        from visitlens.app.server import Access, build, make_token, serve
+        from visitlens.app.server.server import Access, build, make_token, serve
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("dash", "dash_ag_grid", "flask", "waitress"):
             raise
@@ -57,7 +57,7 @@ def app(
     access = Access(host, secret, tuple(allow_host or ()))
     places: list[Path | str] = [*(recordings or [])]
     if demo:
-        from visitlens.app.demo import demo_recordings
+        from visitlens.app.server.demo import demo_recordings
         from visitlens.probe.model.bundled import PAIR
 
         places += demo_recordings(lambda text: console.print(plain(text)))

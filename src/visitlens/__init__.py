@@ -22,7 +22,7 @@ _EXPORTS = {
     "VisitlensError": "visitlens.errors",
     "adapt": "visitlens.hooks.adapters.adapt",
     "capture": "visitlens.hooks.capture.capture",
-    "dashboard": "visitlens.app.embedded",
+    "dashboard": "visitlens.app.server.notebook",
     "from_nnsight": "visitlens.hooks.sources.nnsight",
     "from_transformer_lens": "visitlens.hooks.sources.transformer_lens",
     "load_model": "visitlens.hooks.loading.load_model",

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 
 import visitlens as vl
-from visitlens.app.server import Access, behind_prefix, build
+from visitlens.app.server.server import Access, behind_prefix, build
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
 from visitlens.probe.drawing.images import find_browser

@@ -179,7 +179,7 @@ def test_the_frame_of_a_notebook_works_in_the_browser(looped_recording, browser,
 def test_the_demo_keeps_its_recordings_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "visitlens"
-    from visitlens.app import demo
+    from visitlens.app.server import demo
 
     monkeypatch.setattr(demo, "TOKENS", 64)
     monkeypatch.setattr(demo, "MAP_TOKENS", 64)

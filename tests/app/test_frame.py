@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from visitlens.app import export, layout
 from visitlens.app.commands.app import clean_prefix
 from visitlens.app.pages import find_page, pages
 from visitlens.app.pages.attention import parse_zoom
@@ -28,6 +27,7 @@ from visitlens.app.panels.attention_maps import changed_keys, context_starts
 from visitlens.app.panels.components import shown
 from visitlens.app.panels.panel import Panel
 from visitlens.app.panels.pooling import pool, pooled_difference
+from visitlens.app.server import export, layout
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.selection import Selection, fit, parse
 from visitlens.app.view.view import Context, view_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from visitlens.app import layout
+from visitlens.app.server import layout
 
 
 @pytest.fixture

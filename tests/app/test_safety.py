@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from flask.testing import FlaskClient
 
-from visitlens.app.server import Access, behind_prefix, build
+from visitlens.app.server.server import Access, behind_prefix, build
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
 from visitlens.errors import InputError

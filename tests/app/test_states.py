@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from visitlens.app import layout
+from visitlens.app.server import layout
 from visitlens.app.view.registry import Registry, without_folder
 from visitlens.app.view.view import Context
 

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import visitlens as vl
-from visitlens.app import layout
+from visitlens.app.server import layout
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
 from visitlens.errors import StorageError

@@ -12,11 +12,11 @@ import pytest
 from dash import no_update
 from tests.tiny_live import HOSTILE, LONG, Held, ran
 
-from visitlens.app.embedded import dashboard
 from visitlens.app.live.cards import prompt_card
 from visitlens.app.live.job_queue import JobQueue
 from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page
+from visitlens.app.server.notebook import dashboard
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
 from visitlens.errors import InputError
@@ -134,7 +134,7 @@ def test_an_id_of_another_kind_is_refused(service: LiveService) -> None:
     ],
 )
 def test_a_stale_link_falls_back(live_site: Any, live: LiveService, query: str) -> None:
-    from visitlens.app.layout import render
+    from visitlens.app.server.layout import render
 
     drawn = render(live_site.context, f"{live_site.url}live?job={ran(live)}{query}")
     text = str(drawn.content)

@@ -13,10 +13,10 @@ import torch
 from tests.tiny_live import LONG, byte_tokenizer
 from tokenizers import Tokenizer
 
-from visitlens.app import layout
 from visitlens.app.live.panels import lens_panel, maps_panel, norms_panel, scan_panel
 from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page
+from visitlens.app.server import layout
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context
 from visitlens.errors import InputError

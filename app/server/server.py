@@ -16,8 +16,8 @@ from dash import ClientsideFunction, Dash, Input, Output, State, no_update
 from flask import Flask, Response, jsonify, redirect, request, send_file
 
 from visitlens import __version__
-from visitlens.app import export, layout
 from visitlens.app.pages import pages
+from visitlens.app.server import export, layout
 from visitlens.app.view.view import Context, view_of
 from visitlens.errors import InputError
 from visitlens.kernels.memory import share_arenas

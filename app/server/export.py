@@ -17,9 +17,9 @@ from flask import Response, jsonify
 from plotly.offline import get_plotlyjs
 
 from visitlens import __version__
-from visitlens.app import layout
 from visitlens.app.pages import find_page
 from visitlens.app.panels.panel import Panel
+from visitlens.app.server import layout
 from visitlens.app.view.view import Context, View, view_of
 from visitlens.errors import UnavailableError, VisitlensError
 from visitlens.probe.drawing import page as html_page

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from visitlens.app.server import Access, behind_prefix, build
+from visitlens.app.server.server import Access, behind_prefix, build
 from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context, checkpoint_folder
 from visitlens.errors import InputError

@@ -1,0 +1,1 @@
+"""HTTP: the frame of the page, exports, the server in a notebook."""
