@@ -1,0 +1,1 @@
+"""Models that another tool holds: TransformerLens bridges and nnsight."""
