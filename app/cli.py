@@ -6,16 +6,13 @@ Thin: every command calls one function. Commands import what is heavy when they 
 from __future__ import annotations
 
 import os
-import pkgutil
 import signal
 import sys
-from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
 
-from visitlens import __version__
-from visitlens.app import commands
+from visitlens import __version__, plugins
 from visitlens.app.terminal.console import console, log_shown, plain
 from visitlens.errors import TRACEBACK, VisitlensError
 
@@ -30,12 +27,13 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for _module in pkgutil.iter_modules(commands.__path__):
-    _command = getattr(import_module(f"{commands.__name__}.{_module.name}"), _module.name)
+for _module in plugins.modules("visitlens.app.commands"):
+    _name = _module.__name__.rpartition(".")[2]
+    _command = getattr(_module, _name)
     if isinstance(_command, typer.Typer):
-        app.add_typer(_command, name=_module.name)
+        app.add_typer(_command, name=_name)
     else:
-        app.command(_module.name)(_command)
+        app.command(_name)(_command)
 
 
 def main() -> None:

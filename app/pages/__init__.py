@@ -21,17 +21,16 @@ requests lies in `context.services[PATH]`. A page never reads a path from the UR
 
 from __future__ import annotations
 
-import pkgutil
 from functools import cache
-from importlib import import_module
 from types import ModuleType
+
+from visitlens import plugins
 
 
 @cache
 def pages() -> tuple[ModuleType, ...]:
     """Every page of this folder, in the navigation's order."""
-    modules = [import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
-    return tuple(sorted(modules, key=lambda page: page.ORDER))
+    return tuple(sorted(plugins.modules(__name__), key=lambda page: page.ORDER))
 
 
 def find_page(path: str) -> ModuleType | None:

@@ -13,11 +13,10 @@ from visitlens.app.panels.panel import Panel
 from visitlens.app.panels.plots import Plot, one_map
 from visitlens.app.view.view import View, routed
 from visitlens.probe.drawing.drawing import written
-from visitlens.probe.drawing.series import with_interval
+from visitlens.probe.drawing.series import span, with_interval
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import describe as describe_run
-from visitlens.probe.reading.pair import span
 from visitlens.probe.report.findings import FAILS, HOLDS, OPEN, Finding, findings
 
 PATH, TITLE, ORDER = "/", "Overview", 0

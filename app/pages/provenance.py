@@ -9,8 +9,8 @@ from dash import html
 
 from visitlens.app.panels.components import card, table
 from visitlens.app.view.view import View
+from visitlens.probe.drawing.series import span
 from visitlens.probe.reading.pair import describe as describe_run
-from visitlens.probe.reading.pair import span
 
 PATH, TITLE, ORDER = "/provenance", "Provenance", 42
 NEEDS = ("recording",)

@@ -23,7 +23,7 @@ from visitlens.errors import InputError
 from visitlens.kernels.memory import share_arenas
 
 _LOCAL = ("127.0.0.1", "localhost")
-_ASSETS = Path(__file__).with_name("assets")
+_ASSETS = Path(__file__).parents[1] / "assets"
 _COOKIE = "visitlens_access"
 _NOTEBOOKS = "http://localhost:* http://127.0.0.1:* vscode-webview:"
 _MOST_BYTES = 2_000_000

@@ -1,34 +1,32 @@
-"""adapt: the adapter that fits a model, found by its `model_type` among the files of this folder."""
+"""adapt: the adapter that fits a model, found by its `model_type` among the files of `families/`."""
 
 from __future__ import annotations
 
-import pkgutil
 from functools import cache
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
 from torch import nn
 
+from visitlens import plugins
 from visitlens.errors import InputError
-from visitlens.hooks import adapters as _folder
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.family import Family
+
+_FAMILIES = "visitlens.hooks.adapters.families"
 
 
 @cache
 def families() -> dict[str, type[Family]]:
-    """Model type -> its family, over every file of this folder."""
-    for module in pkgutil.iter_modules(_folder.__path__):
-        import_module(f"{_folder.__name__}.{module.name}")
+    """Model type -> its family, over every file of `families/`."""
+    plugins.modules(_FAMILIES)
     found: dict[str, type[Family]] = {}
     waiting = [Family]
     while waiting:
         for cls in waiting.pop().__subclasses__():
             waiting.append(cls)
-            if "model_types" in cls.__dict__ and cls.__module__.startswith(
-                _folder.__name__
-            ):  # a user's own isn't for all
+            own = not cls.__module__.startswith(_FAMILIES)  # a user's own family isn't for all
+            if "model_types" in cls.__dict__ and not own:
                 found.update(dict.fromkeys(cls.model_types, cls))
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from visitlens.probe.drawing.drawing import HEAD_MARGIN
-from visitlens.probe.reading.pair import span
+from visitlens.probe.drawing.series import span
 
 PLOTLY_JS = "plotly.min.js"
 # Plotly.js 4 offers by default to upload the chart ("Share chart...").

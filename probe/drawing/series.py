@@ -64,6 +64,16 @@ def plan_of(model: Mapping[str, Any]) -> ExecutionPlan:
     return ExecutionPlan.from_layers(model["layers"])
 
 
+def span(model: Mapping[str, Any]) -> str:
+    """A described model's loop, in words."""
+    looped = model["looped_layers"]
+    if not looped:
+        return "no layer is run twice"
+    contiguous = looped == list(range(looped[0], looped[-1] + 1))
+    layers = f"{looped[0]} to {looped[-1]}" if contiguous and len(looped) > 1 else ", ".join(map(str, looped))
+    return f"layer{'s' if len(looped) > 1 else ''} {layers} run {model['visits']} times"
+
+
 def with_interval(entry: Mapping[str, Any]) -> str:
     """A scalar series as text: `0.560 [0.551, 0.568]`."""
     if entry["values"] is None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import difflib
 import html
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from visitlens import plugins
 from visitlens.errors import InputError
-from visitlens.probe import experiments as _folder
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.measures.tables import sizes
 
@@ -77,10 +76,8 @@ class Results(Mapping[str, StatArray]):
 @cache
 def registered() -> Mapping[str, Experiment]:
     """Name -> the function of that name in the file of that name, in name order."""
-    found = {}
-    for module in pkgutil.iter_modules(_folder.__path__):
-        found[module.name] = getattr(import_module(f"{_folder.__name__}.{module.name}"), module.name)
-    return dict(sorted(found.items()))
+    named = {module.__name__.rpartition(".")[2]: module for module in plugins.modules(__name__)}
+    return {name: getattr(module, name) for name, module in named.items()}
 
 
 def find(name: str) -> Experiment:

@@ -1,20 +1,18 @@
-"""Figure, one picture of a pair of models or a grid of them; the register, filled by this folder's files; look-up by name. No torch."""
+"""Figure, one picture of a pair of models or a grid of them; the register, filled by the files of `probe/figures`; look-up by name. No torch."""
 
 from __future__ import annotations
 
 import difflib
-import pkgutil
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import plotly.graph_objects as go
 
+from visitlens import plugins
 from visitlens.errors import InputError, RecordingError
-from visitlens.probe import figures as _folder
 from visitlens.probe.drawing.series import INTERVAL
 from visitlens.probe.drawing.theme import Theme
 from visitlens.probe.reading.pair import Pair
@@ -29,7 +27,7 @@ _RAGGED = (
 
 
 class Figure(ABC):
-    """One file in this folder holds one figure; being there is being registered.
+    """One file in `probe/figures` holds one figure; being there is being registered.
 
     `html` and `pdf` are the paper's two numberings (arXiv 2609.01343 v3), which clash; `question` is what the figure
     answers, in one sentence. `sides` are the models it draws: without the looped one there is no figure, without the
@@ -139,9 +137,8 @@ def panel_series(data: Mapping[str, Any], panel: Mapping[str, Any]) -> dict[str,
 
 @cache
 def registered() -> tuple[Figure, ...]:
-    """Every figure of this folder, in the paper's order."""
-    for module in pkgutil.iter_modules(_folder.__path__):
-        import_module(f"{_folder.__name__}.{module.name}")
+    """Every figure of `probe/figures`, in the paper's order."""
+    plugins.modules("visitlens.probe.figures")
     return tuple(
         sorted((cls() for cls in Figure.__subclasses__()), key=lambda figure: int(re.sub(r"\D", "", figure.html)))
     )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from visitlens import plugins
 from visitlens.errors import InputError
 from visitlens.hooks.recording.format.schema import GroupTotals
-from visitlens.probe import statistics as _folder
 from visitlens.probe.measures.axes import STAGES
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.phases import DECODE
@@ -27,8 +25,7 @@ if TYPE_CHECKING:
 @cache
 def registered() -> tuple[type[Statistic], ...]:
     """Every Statistic in `probe/statistics`, in name order."""
-    for module in pkgutil.iter_modules(_folder.__path__):
-        import_module(f"{_folder.__name__}.{module.name}")
+    plugins.modules("visitlens.probe.statistics")
     return tuple(sorted(Statistic.__subclasses__(), key=lambda c: c.__name__))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,16 +100,6 @@ def first_and_last(run: RecordedRun) -> list[int]:
     """The two visits that figures compare by default."""
     pair = run.plan.visit_pairs()[0]
     return [pair.earlier.visit, pair.later.visit]
-
-
-def span(model: Mapping[str, Any]) -> str:
-    """A described model's loop, in words."""
-    looped = model["looped_layers"]
-    if not looped:
-        return "no layer is run twice"
-    contiguous = looped == list(range(looped[0], looped[-1] + 1))
-    layers = f"{looped[0]} to {looped[-1]}" if contiguous and len(looped) > 1 else ", ".join(map(str, looped))
-    return f"layer{'s' if len(looped) > 1 else ''} {layers} run {model['visits']} times"
 
 
 def _run_warnings(run: RecordedRun) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.probe.drawing.page import caption, chart, document, escape
-from visitlens.probe.drawing.series import aligned, digits
+from visitlens.probe.drawing.series import aligned, digits, span
 from visitlens.probe.drawing.theme import Theme, find_theme
 from visitlens.probe.gallery.write_figures import (
     Drawing,
@@ -25,7 +25,7 @@ from visitlens.probe.gallery.write_figures import (
     write_plotly_js,
 )
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.reading.pair import Pair, span
+from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.report import report_grid
 from visitlens.probe.report.findings import (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from visitlens.probe.drawing.page import escape
-from visitlens.probe.drawing.series import digits
+from visitlens.probe.drawing.series import digits, span
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.reading.pair import span
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.report.findings import HOLDS, UNMEASURED, Finding
 

@@ -15,7 +15,7 @@ import pytest
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.probe.drawing.drawing import told
-from visitlens.probe.drawing.series import aligned, csv_rows, digits, with_interval
+from visitlens.probe.drawing.series import aligned, csv_rows, digits, span, with_interval
 from visitlens.probe.drawing.theme import DARK, LIGHT, PAPER, THEMES, Theme, escape, find_theme, token_text
 from visitlens.probe.figures.dyck_map import key_labels
 from visitlens.probe.figures.expert_overlap import hypergeometric, uniform_chance
@@ -23,7 +23,7 @@ from visitlens.probe.figures.update_cosine import block_edges
 from visitlens.probe.gallery.figure import Figure, find, registered
 from visitlens.probe.gallery.write_figures import write_figures
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.reading.pair import Pair, span
+from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.recorded_run import open as open_recording
 
