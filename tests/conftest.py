@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tests import made_up
+from tests.support import made_up
 
 from visitlens.app.cli import main
 from visitlens.hooks.models.config import LoopedMoEConfig

@@ -19,6 +19,37 @@ from visitlens.probe.reading.recorded_run import RecordedRun
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("kernels", "hooks", "probe", "app")
 """Each may import itself and those before it."""
+ROOMS = (
+    ("kernels",),
+    ("kernels.attention",),
+    ("hooks.core", "hooks.text", "hooks.recording.format"),
+    ("hooks.models", "hooks.recording.store"),
+    ("hooks.capture", "hooks.recording.read"),
+    ("hooks.interventions", "hooks.recording.write"),
+    ("hooks.adapters", "hooks.recording.maintain"),
+    ("hooks.adapters.families", "hooks.audit"),
+    ("hooks.loading", "hooks.sources"),
+    ("probe.measures",),
+    ("probe.drawing", "probe.statistics"),
+    ("probe.analyses.results", "probe.samples"),
+    ("probe.reading", "probe.experiments"),
+    ("probe.gallery",),
+    ("probe.figures",),
+    ("probe.jobs", "probe.model"),
+    ("probe.live",),
+    ("probe.analyses.ablation", "probe.ladder"),
+    ("probe.report",),
+    ("app.terminal", "app.view"),
+    ("app.panels",),
+    ("app.live",),
+    ("app.pages",),
+    ("app.server",),
+    ("app.commands",),
+    ("app",),
+)
+"""Floor by floor: a room imports itself and rooms of lower floors, also inside functions; type checkers may look up."""
+UPWARD = {("probe.measures.measure", "probe.drawing")}
+"""The one lazy import of a higher room: `StatArray.plot`."""
 SOURCE = Path(visitlens.__file__).parents[1]
 
 READING_PATH = (
@@ -60,6 +91,35 @@ def imported(file: Path) -> list[tuple[int, str]]:
     return found
 
 
+def run_time_imports(file: Path) -> list[tuple[int, str]]:
+    """`imported`, without what stands under `if TYPE_CHECKING`; with names of the facade (`visitlens.dashboard`) as their modules."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    checked = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
+    hidden = {line for node in checked for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    facade = {name: f"{module}.{name}" for name, module in visitlens._EXPORTS.items()}
+    named = [
+        (node.lineno, facade[node.attr])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "id", "") in ("visitlens", "vl")
+        and node.attr in facade
+    ]
+    through = [
+        (line, facade[name.removeprefix("visitlens.")])
+        for line, name in imported(file)
+        if name.removeprefix("visitlens.") in facade
+    ]
+    return [(line, name) for line, name in [*imported(file), *named, *through] if line not in hidden]
+
+
+def room_of(name: str) -> str | None:
+    """The room of a dotted name below `visitlens`: the longest part of it that is a room."""
+    parts = name.removeprefix("visitlens.").split(".")
+    rooms = {room for floor in ROOMS for room in floor}
+    heads = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((head for head in heads if head in rooms), None)
+
+
 def run_python(code: str, *arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=300
@@ -78,6 +138,30 @@ def test_a_folder_imports_only_itself_and_those_to_its_left(folder: str) -> None
             if first == "visitlens" and part in FOLDERS and part not in allowed:
                 wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, f"{folder} may import {allowed}: " + "; ".join(wrong)
+
+
+def test_every_file_lies_in_a_room_and_imports_rooms_of_lower_floors() -> None:
+    floor = {room: n for n, rooms in enumerate(ROOMS) for room in rooms}
+    found = {".".join(file.relative_to(ROOT).parent.parts) for file in module_files()}
+    roofs = {"hooks.recording", "probe.analyses"}  # rooms in them, no modules
+    assert found == set(floor) | roofs, "a room without files, or a folder that is no room"
+    wrong = []
+    for file in module_files():
+        here = ".".join(file.relative_to(ROOT).parent.parts)
+        assert here in floor or file.name == "__init__.py", f"{file.relative_to(ROOT)} lies under a roof, in no room"
+        for line, name in run_time_imports(file) if here in floor else ():
+            there = room_of(name) if name.startswith("visitlens.") else None
+            if there and there != here and floor[there] >= floor[here] and (module_name(file), there) not in UPWARD:
+                wrong.append(f"{file.relative_to(ROOT)}:{line} imports {name} of {there}")
+    assert not wrong, "; ".join(wrong)
+
+
+def test_a_room_says_its_subject_where_it_is_opened() -> None:
+    rooms = [room for floor in ROOMS for room in floor if "." in room]
+    silent = [
+        r for r in rooms if not ast.get_docstring(ast.parse((ROOT / r.replace(".", "/") / "__init__.py").read_text()))
+    ]
+    assert not silent
 
 
 def test_the_check_of_imports_sees_every_form(tmp_path: Path) -> None:

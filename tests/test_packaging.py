@@ -30,7 +30,7 @@ def test_wheel_holds_the_four_folders_once_and_the_bundled_files(built: Path) ->
         "visitlens/__init__.py",
         "visitlens/py.typed",
         "visitlens/app/cli.py",
-        "visitlens/hooks/recorder.py",
+        "visitlens/hooks/recording/write/record.py",
         "visitlens/kernels/segments.py",
         "visitlens/probe/statistics/sink_mass.py",
         "visitlens/assets/models/smelt/config.json",

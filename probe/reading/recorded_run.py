@@ -61,12 +61,6 @@ class RecordedRun:
     def name(self) -> str:
         return self.recording.path.name.removesuffix(".vlens")
 
-    def dashboard(self, **options: Any) -> Any:
-        """The browser dashboard of this recording, in a notebook cell; see `visitlens.dashboard`."""
-        import visitlens
-
-        return visitlens.dashboard(self, **options)
-
     @property
     def looped(self) -> bool:
         return bool(self.plan.looped_layers)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, sync_playwright
-from tests.answers import Answers
+from tests.support.answers import Answers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from waitress.server import create_server
 

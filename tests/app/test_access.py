@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.answers import FRAMES
+from tests.support.answers import FRAMES
 
 from visitlens.app.pages import pages
 

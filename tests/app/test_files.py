@@ -128,7 +128,7 @@ def test_bad_options_are_one_clear_error(run, arguments: list[str], said: str) -
 
 
 def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
-    shown = looped_recording.dashboard(height=500)
+    shown = vl.dashboard(looped_recording, height=500)
     try:
         assert f'src="{shown.url}"' in shown._repr_html_() and 'height="500"' in shown._repr_html_()
         with urllib.request.urlopen(shown.url, timeout=60) as answer:
@@ -157,7 +157,7 @@ def test_a_notebook_shows_it_in_a_frame(looped_recording) -> None:
 
 def test_the_frame_of_a_notebook_works_in_the_browser(looped_recording, browser, tmp_path: Path) -> None:
     """The page around it comes from another port of this machine, as a notebook's does."""
-    shown = looped_recording.dashboard()
+    shown = vl.dashboard(looped_recording)
     (tmp_path / "index.html").write_text(f"<!DOCTYPE html><title>notebook</title>{shown._repr_html_()}")
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as notebook:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.answers import FRAMES
+from tests.support.answers import FRAMES
 
 PAGE = "main.children"
 ARRIVED = "performance.getEntriesByType('resource').filter((e) => e.name.includes('_dash-update')).length"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.planted import HEAD, LAYER, character_tokenizer, plant
+from tests.support.planted import HEAD, LAYER, character_tokenizer, plant
 
 import visitlens as vl
 from visitlens.hooks.models.checkpoint import save_model

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.planted import EXPERTS, HEAD, LAYER, Planted, plant
+from tests.support.planted import EXPERTS, HEAD, LAYER, Planted, plant
 
 from visitlens.hooks.text.documents import encode, pack
 from visitlens.hooks.text.packed_tokens import PackedTokens

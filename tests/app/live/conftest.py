@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from tests.tiny_live import Held, byte_tokenizer
+from tests.support.tiny_live import Held, byte_tokenizer
 
 from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page

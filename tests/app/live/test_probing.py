@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from tests.tiny_live import HOSTILE, LONG, TYPED, Held, ran
+from tests.support.tiny_live import HOSTILE, LONG, TYPED, Held, ran
 
 from visitlens.app.live.service import LiveService
 from visitlens.app.pages import live as page

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dash import no_update
-from tests.tiny_live import HOSTILE, LONG, Held, ran
+from tests.support.tiny_live import HOSTILE, LONG, Held, ran
 
 from visitlens.app.live.cards import prompt_card
 from visitlens.app.live.job_queue import JobQueue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.walker import Walker
+from tests.support.walker import Walker
 
 
 def test_a_walk_without_aim(meet, serve, folder, dense, checkpoint) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.tiny_live import LONG, byte_tokenizer
+from tests.support.tiny_live import LONG, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.app.live.panels import lens_panel, maps_panel, norms_panel, scan_panel

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.meeting import meeting_place, of_rank
+from tests.support.meeting import meeting_place, of_rank
 
 from visitlens.app.cli import main
 from visitlens.errors import CheckpointError, InputError, VisitlensError

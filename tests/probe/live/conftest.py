@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.tiny_live import PROMPT, byte_tokenizer
+from tests.support.tiny_live import PROMPT, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.tiny_live import PROMPT, hooks_left, ids_of
+from tests.support.tiny_live import PROMPT, hooks_left, ids_of
 
 from visitlens.probe.live.head_scan import KINDS
 from visitlens.probe.live.live_model import LiveModel

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.tiny_live import PROMPT, hooks_left
+from tests.support.tiny_live import PROMPT, hooks_left
 from tokenizers import Tokenizer
 
 from visitlens.errors import InputError, MemoryLimitError

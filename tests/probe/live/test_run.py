@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.tiny_live import PROMPT, hooks_left, ids_of
+from tests.support.tiny_live import PROMPT, hooks_left, ids_of
 
 from visitlens.errors import InputError
 from visitlens.probe.live.live_model import LiveModel

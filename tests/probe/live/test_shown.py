@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_live import PROMPT
+from tests.support.tiny_live import PROMPT
 from tokenizers import Tokenizer
 
 from visitlens.probe.drawing.theme import DARK, LIGHT

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.planted import HEAD, LAYER, plant
+from tests.support.planted import HEAD, LAYER, plant
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import untrusted

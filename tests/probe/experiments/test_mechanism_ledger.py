@@ -1,6 +1,6 @@
 """The mechanism ledger names the planted mechanism and no other, and agrees with interventions made by hand.
 
-Two models are built by hand. In `tests.planted` the second visit looks elsewhere, by its queries. Here a second one, of one layer, in
+Two models are built by hand. In `tests.support.planted` the second visit looks elsewhere, by its queries. Here a second one, of one layer, in
 which the second visit looks where the first did and finds other values: a token attends to its successor s(t) at both visits; the value
 moves that token from block A of the residual stream to B at visit 1, and from B to C at visit 2, so that s(s(t)) arrives in
 C, which is what follows. Queries and keys read A alone, experts write nothing, and a large constant in the stream
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tests.planted import plant
+from tests.support.planted import plant
 
 from visitlens.errors import InputError
 from visitlens.hooks.interventions.intervene import skip, take

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.meeting import meeting_place, of_rank
+from tests.support.meeting import meeting_place, of_rank
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
