@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: reproduce test check format bench bench-gpu docs clean
+.PHONY: reproduce test check format bench bench-gpu docs release-check clean
 
 reproduce: .venv/run-ready
 	$(BIN)/visitlens reproduce --out out
@@ -27,6 +27,9 @@ bench: .venv/test-ready
 
 bench-gpu: .venv/test-ready
 	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/gpu.json
+
+release-check: .venv/test-ready
+	.ci/release-check
 
 docs: .venv/test-ready
 	$(BIN)/mkdocs build

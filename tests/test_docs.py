@@ -30,7 +30,15 @@ def test_the_page_of_the_recording_format_is_generated_from_schema_and_gate() ->
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The documentation, built as `make docs` does: a broken link or reference is an error."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(folder),
+    ]  # --quiet hides warnings from --strict
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr

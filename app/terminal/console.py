@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from visitlens.errors import InputError
+from visitlens.errors import InputError, VisitlensError
 
 console = Console(stderr=True, highlight=False)
 
@@ -103,6 +103,9 @@ def progress_shown() -> Iterator[Callable[[str, int, int], None]]:
 
     try:
         yield draw if console.is_terminal else tell
+    except VisitlensError:  # bars that never moved are erased: the error stands alone
+        progress.live.transient = not any(task.completed for task in progress.tasks)
+        raise
     finally:
         if tasks:
             progress.stop()

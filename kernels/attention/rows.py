@@ -149,12 +149,12 @@ def visit_overlaps(
 ) -> VisitOverlaps:
     """Row statistics of each visit, overlaps between every two visits, and the control between heads of one visit.
 
+    Options that aren't listed are those of `row_statistics`, the same for every visit.
+
     Args:
         visits: (q, k) of each visit, as in `row_statistics`, all of the same tokens, heads, width and dtype; the
             number of key heads may differ.
         segments: documents of the token axis.
-        scale, implementation, window, soft_cap, sinks, bias, token_sets, top_keys: as in `row_statistics`, the same
-            for every visit.
 
     Raises:
         InputError: shapes, dtypes or segments that don't fit together, or a forced implementation that can't do this.

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from queue import Queue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,12 @@ _WHOLE_PAGE = "<style>@page { margin: 0 } img { display: block }</style>"
 def find_browser() -> str | None:
     """`BROWSER_PATH` if set, else the system's Chromium; None leaves the search to Kaleido (it can have fetched its own)."""
     return os.environ.get("BROWSER_PATH") or next(filter(None, map(shutil.which, _BROWSERS)), None)
+
+
+def can_render() -> bool:
+    """Whether Kaleido and a Chromium are there, as far as can be told without starting one."""
+    browser = find_browser()
+    return find_spec("kaleido") is not None and browser is not None and shutil.which(browser) is not None
 
 
 def render(jobs: Sequence[tuple[go.Figure, str]]) -> Iterator[bytes]:
@@ -91,6 +98,6 @@ def _unavailable(error: Exception) -> UnavailableError:
             else f"none of {', '.join(_BROWSERS)} is installed"
         )
         return UnavailableError(
-            f"PNG, SVG and PDF need a Chromium: {wanted}; install one or set BROWSER_PATH to its path"
+            f"PNG, SVG and PDF need a Chromium: {wanted}; install one or set BROWSER_PATH to its path, and run this again"
         )
     return UnavailableError(f"the Chromium at {browser} couldn't draw the pictures: {error or type(error).__name__}")

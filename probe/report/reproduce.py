@@ -24,6 +24,7 @@ import visitlens
 from visitlens.errors import InputError, RecordingError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import weight_files
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.probe.drawing.images import IMAGE_FORMATS, can_render
 from visitlens.probe.gallery.write_figures import json_text, write_file
 from visitlens.probe.jobs.processes import context, end_with_parent
 from visitlens.probe.reading.grid import Grid, GridCell
@@ -318,7 +319,11 @@ def _failed(recorded: Grid, failures: dict[str, str]) -> list[GridCell]:
 
 def _report_key(request: ReproduceRequest, jobs: Sequence[Job], failures: dict[str, str]) -> str:
     runs = {job.name: Recording(job.recording).run["run_uuid"] for job in jobs if job.name not in failures}
-    return _hash({"jobs": {job.name: job.key for job in jobs}, "runs": runs, "failures": failures, "theme": request.theme, "formats": list(request.formats)})  # fmt: skip
+    pictures = can_render() and not set(IMAGE_FORMATS).isdisjoint(
+        request.formats
+    )  # once there is a Chromium they are made
+    how = {"theme": request.theme, "formats": list(request.formats), "pictures": pictures}
+    return _hash({"jobs": {job.name: job.key for job in jobs}, "runs": runs, "failures": failures, **how})
 
 
 def _read_state(out: Path) -> dict[str, Any]:

@@ -20,6 +20,8 @@ import pytest
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.recording.store.fetch_cache import cache_folder
+from visitlens.probe.reading.pair import Pair
+from visitlens.probe.report.report import write_report
 
 
 @pytest.mark.parametrize("format_", ["png", "svg", "pdf", "csv", "json"])
@@ -94,6 +96,16 @@ def test_python_is_copied_and_a_snapshot_opens_without_the_server(visit, meet, s
     person.page.locator(".main-svg").first.wait_for()
     assert person.page.locator(".chart .main-svg").count() >= 3
     assert "update_rms" in person.page.inner_text("dl") and not person.errors
+
+
+def test_a_report_that_was_sent_without_plotly_says_what_its_charts_need(
+    meet, site, looped_recording, tmp_path: Path
+) -> None:
+    page = write_report(Pair(looped_recording), tmp_path, ["sink-heads"], formats=[])
+    (tmp_path / "plotly.min.js").unlink()
+    person = meet(site)
+    person.page.goto(f"file://{page}")
+    assert "plotly.min.js" in person.page.inner_text(".chart") and "whole folder" in person.page.inner_text(".chart")
 
 
 def test_the_command_serves_says_where_and_ends(folder: Path) -> None:

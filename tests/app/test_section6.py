@@ -160,6 +160,23 @@ def test_reproduce_a_grid_loses_only_what_fails_and_does_nothing_twice(
     assert {f: f.stat().st_mtime_ns for f in out.rglob("*") if f.is_file()} == everything
 
 
+def test_pictures_that_were_left_out_for_want_of_a_chromium_are_made_by_the_next_run(
+    run: Run, checkpoints, text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = ("--looped", checkpoints["looped"], "--baseline", checkpoints["baseline"], "--text", text)
+    options = (*pair, "--prompts", 0, "--formats", "svg", "--out", tmp_path)
+    picture, page = tmp_path / "report" / "sink-heads.svg", tmp_path / "report" / "report.html"
+    with monkeypatch.context() as without:
+        without.setenv("BROWSER_PATH", str(tmp_path / "no-such-browser"))
+        code, _, err = run("reproduce", *options)
+        assert code == 0 and "and run this again" in err and not picture.exists()
+        assert "and run this again" in page.read_text(encoding="utf-8")
+        assert "Nothing to do" in run("reproduce", *options)[2]
+    code, _, err = run("reproduce", *options)
+    assert code == 0 and picture.is_file() and "CPU-seconds" not in err, err
+    assert "Nothing to do" in run("reproduce", *options)[2]
+
+
 def test_reproduce_where_nothing_can_be_recorded_tells_why(run: Run, checkpoints, text, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoints["looped"], broken)

@@ -201,13 +201,16 @@ def _folder(report: Report, quick: bool, files: _Files) -> None:
     try:
         manifest: dict[str, Any] | None = read_manifest(path)
     except RecordingError as error:
-        report.damage.append(str(error))
-        manifest = None
+        refused, manifest = str(error), None
     sound = _shards(report, files, quick)
     entries = [shard.entry for shard in sound]
     report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
     report.damage += [problem for problem in (_one_run(sound), _overlap(entries)) if problem]
     if manifest is None:
+        never_written = (
+            sound and not report.damage and not (path / schema.MANIFEST).exists() and _stopped_early(path, sound)
+        )
+        (report.unfinished if never_written else report.damage).append(refused)
         return
     run = manifest["run"]
     listed = {shard["name"]: shard for shard in manifest["shards"]}
@@ -235,6 +238,12 @@ def _folder(report: Report, quick: bool, files: _Files) -> None:
     if stale := [p.name for p in (*path.glob("*.tmp"), *(path / schema.SHARDS).glob("*.tmp"))]:
         report.notes.append(f"left behind by a writer that died: {', '.join(stale[:4])}; resuming removes it")
     _summary(report, path, sound)
+
+
+def _stopped_early(path: Path, sound: list[Shard]) -> bool:
+    """Whether a run without a manifest may have been stopped between its first shards and its first manifest."""
+    tokens = sum(shard.entry["token_count"] for shard in sound)
+    return len(sound) == 1 or tokens < _newest(sound)["tokens"] or not (path / schema.SUMMARY).exists()
 
 
 def _shards(report: Report, files: _Files, quick: bool) -> list[Shard]:

@@ -51,7 +51,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path}: {kind if path.exists() else 'no recording there; make one with `visitlens record`'}"
         )
     if not file.is_symlink() and not file.exists():
-        rebuilt = "; `visitlens repair` rebuilds it from the shards" if (path / schema.SHARDS).is_dir() else ""
+        rebuilt = (
+            "; `visitlens repair` rebuilds it from the shards, as recording on does"
+            if (path / schema.SHARDS).is_dir()
+            else ""
+        )
         raise RecordingError(
             f"{path}: no recording there; a recording is a folder with manifest.json and shards/{rebuilt}"
         )

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -21,6 +22,7 @@ from typing import Any
 
 from visitlens.errors import StorageError
 
+_log = logging.getLogger(__name__)
 _SPARE_BYTES = 16 * 2**20  # room left for the manifest and the file system's own needs
 
 
@@ -174,6 +176,12 @@ def sole_writer(folder: Path, name: str = "writer") -> Iterator[None]:
             raise StorageError(
                 errno.EAGAIN, f"{folder}: another process is writing this recording; wait for it or choose another path"
             ) from error
+        except OSError as error:  # ENOLCK, EOPNOTSUPP: some network disks
+            if name == "writer":
+                _log.warning(
+                    "%s: this disk has no file locks (%s). Recording goes on; make sure that no second process writes here",
+                    *(folder, error.strerror),
+                )
         yield
 
 

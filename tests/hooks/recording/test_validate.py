@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -104,6 +107,30 @@ def test_damage_is_named(name: str, copy: Path) -> None:
     report = validate(copy)
     assert report.exit_code == 1
     assert any(re.search(says, found) for found in report.damage), report.damage
+
+
+def test_a_run_killed_before_its_first_manifest_is_unfinished_not_damaged(copy: Path, whole: Recording) -> None:
+    for name in ("manifest.json", "summary.h5", *(f"shards/w00-{seq:06d}.h5" for seq in range(1, len(whole.shards)))):
+        (copy / name).unlink()
+    report = validate(copy)
+    assert (report.exit_code, report.damage, report.shards) == (3, [], 1)
+    assert "`visitlens repair` rebuilds it from the shards, as recording on does" in report.unfinished[0]
+    repair(copy)
+    assert validate(copy).exit_code == 3 and Recording(copy).tokens == report.tokens
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_file_locks_is_said_and_written_to(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level("WARNING"), sole_writer(tmp_path / "r.vlens"), sole_writer(tmp_path / "r.vlens", "w01"):
+        (tmp_path / "r.vlens" / "written").touch()
+    [message] = caplog.messages
+    assert str(tmp_path) in message and "no file locks" in message and "no second process" in message
 
 
 def test_what_is_sound_but_unfinished_says_which_tokens_are_missing(copy: Path, whole: Recording) -> None:
