@@ -29,7 +29,7 @@ ROOMS = (
     ("hooks.adapters", "hooks.recording.maintain"),
     ("hooks.adapters.families", "hooks.audit"),
     ("hooks.loading", "hooks.sources"),
-    ("probe.measures",),
+    ("probe.measures", "probe.tasks"),
     ("probe.drawing", "probe.statistics"),
     ("probe.analyses.results", "probe.samples"),
     ("probe.reading", "probe.experiments"),

@@ -222,9 +222,15 @@ class LoopedMoE(HookedRootModule):
         return self._unembed(self.ln_final(x))
 
     def training_loss(
-        self, tokens: Tensor, segments: Tensor, added_up: Callable[[Tensor], Tensor] = lambda counts: counts
+        self,
+        tokens: Tensor,
+        segments: Tensor,
+        scored: Tensor | None = None,
+        added_up: Callable[[Tensor], Tensor] = lambda counts: counts,
     ) -> TrainingLoss:
         """Mean cross-entropy over predicted tokens, plus load-balance and router-z losses.
+
+        With `scored` [context, position] the cross-entropy is over the tokens that it marks alone.
 
         Of one process's part of a batch, with `added_up` summing counts over all of them: its share of each, over all tokens of
         the batch. The shares, and so their gradients, add up to those of the batch in one process, however uneven its documents.
@@ -232,6 +238,8 @@ class LoopedMoE(HookedRootModule):
         routed = RoutedSteps()
         logits = self._unembed(self._features(tokens, segments, None, routed)).unflatten(0, tuple(tokens.shape))
         losses = self._token_loss(logits, tokens, segments)
+        if scored is not None:
+            losses = losses.masked_fill(~scored[:, 1:], float("nan"))
         steps, num_experts = len(routed.steps), self.config.num_experts
         slots = [torch.bincount(experts.flatten(), minlength=num_experts) for _, experts in routed.steps]
         counts = added_up(torch.cat([losses.isnan().logical_not().sum().view(1), *slots]))

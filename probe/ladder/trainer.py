@@ -11,8 +11,9 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -24,7 +25,6 @@ from visitlens.errors import CheckpointError, InputError, VisitlensError
 from visitlens.hooks.models.checkpoint import DTYPES
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.ladder.stream import TrainingStream
 
 DECAYED_TO = 0.02
 """The rate at the end of a decay, over its peak."""
@@ -73,6 +73,18 @@ class Recipe:
         return self.learning_rate * min(max(seen, 1) / max(self.warmup_tokens, 1), 1.0)
 
 
+class Stream(Protocol):
+    """Batches without end, and the place in them."""
+
+    def next_batch(self) -> tuple[np.ndarray, ...]:
+        """Token ids, segment ids and, where only some tokens are to be predicted, which; each [context, position]."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 class _Wrapped(nn.Module):
     """What the trainer asks of a model, as the one forward that DistributedDataParallel and FSDP2 wrap."""
 
@@ -94,7 +106,7 @@ class Trainer:
         self,
         config: LoopedMoEConfig,
         recipe: Recipe,
-        stream: TrainingStream,
+        stream: Stream,
         device: str = "cpu",
         *,
         sharded: bool = False,
@@ -141,9 +153,11 @@ class Trainer:
         rate = self.recipe.rate_at(self.seen, horizon)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tokens, segments = (torch.from_numpy(a) for a in self.stream.next_batch())
+        batch = [
+            torch.from_numpy(a) for a in self.stream.next_batch()
+        ]  # tokens, segments and, of a task, what is scored
         mine = slice(self.rank, None, self.world)
-        loss = self._trained(tokens[mine].to(self.device), segments[mine].to(self.device), training=True)
+        loss = self._trained(*(a[mine].to(self.device) for a in batch), training=True)
         (loss.total * self.world).backward()  # shares of one loss, whose gradients are averaged
         self._gradients_to_weights()
         parts = torch.stack([loss.total, loss.cross_entropy, loss.load_balance, loss.router_z]).detach()
@@ -156,7 +170,7 @@ class Trainer:
         self.optimizer.step()
         self._weights_to_model()
         self.optimizer.zero_grad()
-        self.seen += tokens.numel()
+        self.seen += batch[0].numel()
         self.seconds += time.process_time() - began
         return {
             "tokens": self.seen,
