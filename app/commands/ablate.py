@@ -14,11 +14,6 @@ from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, T
 from visitlens.errors import InputError
 
 
-class Metric(StrEnum):
-    dyck = "dyck"
-    text = "text"
-
-
 class Mode(StrEnum):
     zero = "zero"
     mean = "mean"
@@ -33,7 +28,15 @@ class Style(StrEnum):
 def ablate(
     recording: Annotated[Path, typer.Argument(help="Recording of the model; the result is kept in it.")],
     model: Annotated[str, typer.Option("--model", "-m", help="The checkpoint that was recorded: folder or hub name.")],
-    metric: Annotated[Metric, typer.Option(help="Loss on Dyck targets, or on text.")] = Metric.dyck,
+    metric: Annotated[
+        str,
+        typer.Option(
+            help="Loss on Dyck targets (dyck), on text (text), or on a task: a bundled one (hops) or a file of JSON lines. By "
+            "default dyck, or text where the tokenizer has no brackets.",
+            show_default=False,
+        ),
+    ] = "",
+    where: Annotated[str, typer.Option(help="With a task: only examples with this label, for example `2 hops`.")] = "",
     mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,
     prompts: Annotated[int, typer.Option(min=1, help="Dyck prompts.")] = 32,
     shots: Annotated[int, typer.Option(min=1, help="Demonstrations in each Dyck prompt.")] = 4,
@@ -63,8 +66,15 @@ def ablate(
     folder = checkpoint(model)
     if text is not None:
         check_text(text)
+    task = None
+    if metric not in ("", "dyck", "text"):
+        from visitlens.probe.model.bundled import task_file
+
+        task = task_file(metric)
+    elif where:
+        raise InputError("--where chooses examples of a task: give --metric a task")
     with loading("torch"):
-        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
+        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording, with_metric
         from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
         from visitlens.probe.model.bundled import SAMPLE
         from visitlens.probe.reading.recorded_run import open as open_recording
@@ -74,7 +84,9 @@ def ablate(
     request = AblationRequest(
         recording=recording,
         checkpoint=folder,
-        metric=metric.value,
+        metric=metric if task is None else "task",
+        task=task,
+        where=where,
         mode=mode.value,
         dyck=DyckSettings(prompts=prompts, shots=shots, seed=seed, style=answers),
         text=text or SAMPLE,
@@ -85,6 +97,9 @@ def ablate(
         model_options=model_options(steps, state_seed, trust_remote_code, family, tie_copies),
         replace=again,
     )
+    request, note = with_metric(request)
+    if note:
+        typer.echo(note, err=True)
     with progress_shown() as show:
         files = ablate_recording(request, partial(show, "ablating"))
     for file in files:

@@ -23,6 +23,10 @@ def experiment(
     max_tokens: Annotated[int, typer.Option(help="Stop after the context in which this token falls.")] = 8192,
     dyck: Annotated[int, typer.Option(help="Instead of text: so many Dyck prompts for each number of shots.")] = 0,
     shots: Annotated[str, typer.Option(help="With --dyck: comma-separated numbers of shots.")] = "0,1,2,4,8",
+    task: Annotated[str, typer.Option(help="Instead of text: a task file (JSON lines), or a bundled task: hops.")] = "",
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="With --task: so many examples, spread over the file.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the experiment, as name=value.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the JSON to this file.")] = None,
@@ -52,6 +56,12 @@ def experiment(
     if not name:
         raise InputError("name an experiment: visitlens experiment NAME; --list shows them")
     experiments.find(name)
+    if task and (dyck or text is not None):
+        raise InputError("expected one of --text, --dyck and --task, got several")
+    if task:
+        from visitlens.probe.model.bundled import task_file
+
+        task_file(task)
     if dyck < 0:
         raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
     chosen = dict(_option(name, text) for text in set_ or [])
@@ -59,6 +69,8 @@ def experiment(
         loaded = load(folder, dtype, device, **model_options(steps, state_seed, trust_remote_code, family, tie_copies))
         if dyck:
             sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
+        elif task:
+            sample = loaded.task(task, examples)
         else:
             from visitlens.probe.model.bundled import SAMPLE
 

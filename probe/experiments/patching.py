@@ -1,7 +1,7 @@
 """Activation patching: which (layer, visit, head or part of the prompt) carries what a prompt asks for.
 
-The clean prompt and one whose last input has brackets of other kinds differ in nothing else; the loss is that of the
-clean answer. A value of the clean run, put into the corrupted one, wins back part of what the corruption cost.
+The clean prompt and its corrupted twin (a Dyck prompt whose last input has brackets of other kinds, or what a task file
+says) differ in nothing else; the loss is that of the clean answer. A value of the clean run, put into the corrupted one, wins back part of what the corruption cost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.interventions.intervene import Intervention, replace
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import ROLES, Progress, Sample, silent
+from visitlens.probe.samples.sample import Progress, Sample, silent
 from visitlens.probe.samples.scores import STATE, batches, device_of, predictions
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def patching(
     site: str = "",
     on_progress: Progress = silent,
 ) -> dict[str, StatArray]:
-    """`recovered` [step, head] or [step, part], and `corruption` (what there was to win back, nats a closing bracket).
+    """`recovered` [step, head] or [step, part], and `corruption` (what there was to win back, nats a scored token).
 
     `by` is "head" (at `site` PV by default) or "part" of the prompt (at `site` resid by default).
 
@@ -43,7 +43,8 @@ def patching(
     """
     if sample.corrupted is None or sample.roles is None:
         raise InputError(
-            "patching needs prompts with a corrupted version: Sample.of_dyck(...), or --dyck on the command line"
+            "patching needs prompts with a corrupted version: Sample.of_dyck(...) or a task with `corrupted`; on the command "
+            "line --dyck or --task"
         )
     if by not in ("head", "part"):
         raise InputError(f"expected by='head' or by='part', got {by!r}")
@@ -52,7 +53,7 @@ def patching(
     axis = next((a for a in SITES[site].axes if a in heads), None)
     if by == "head" and axis is None:
         raise InputError(f"site {site!r} has no heads; patch it by='part'")
-    columns = list(range(heads[axis])) if by == "head" and axis else list(ROLES)
+    columns = list(range(heads[axis])) if by == "head" and axis else list(sample.role_names)
     steps = model.plan.steps
     won = np.zeros((sample.documents, len(steps), len(columns)))
     clean_loss, corrupted_loss = np.zeros(sample.documents), np.zeros(sample.documents)
@@ -90,7 +91,7 @@ def patching(
         f"Corruption won back by the clean {site}",
         ("step", by),
         "share of the corruption's loss",
-        f"(loss corrupted - loss patched) / (loss corrupted - loss clean), sums over closing brackets; patched: {site} of one {by} at one step "
+        f"(loss corrupted - loss patched) / (loss corrupted - loss clean), sums over scored tokens; patched: {site} of one {by} at one step "
         "from the clean run.",
         "ours",
     )
@@ -98,12 +99,12 @@ def patching(
         "corruption",
         "What the corruption costs",
         (),
-        "nats a closing bracket",
+        "nats a scored token",
         "Loss of the clean answer after the corrupted prompt, less that after the clean one.",
         "ours",
     )
     labels = {"step": steps, by: columns}
     return {
         "recovered": sample.stat(recovered, won, lost, labels, "ratio of sums over prompts"),
-        "corruption": sample.stat(corruption, lost[:, 0, 0], sample.counts, {}, "mean over closing brackets"),
+        "corruption": sample.stat(corruption, lost[:, 0, 0], sample.counts, {}, "mean over scored tokens"),
     }

@@ -12,6 +12,22 @@ SAMPLE = ASSETS / "sample" / "heldout.jsonl.xz"
 LADDER = ASSETS / "ladder"
 """A folder with `grid.json`: one row and one column of the mini grid."""
 PAIR = {"looped": ASSETS / "models" / "smelt", "baseline": ASSETS / "models" / "baseline"}
+TASKS = {name: ASSETS / "tasks" / f"{name}.jsonl" for name in ("hops",)}
+"""Held-out examples of the tasks that come with models of their own."""
+
+
+def task_file(source: str | Path) -> Path:
+    """The file of a bundled task's name or a path.
+
+    Raises:
+        InputError: neither, with the names that there are.
+    """
+    file = Path(TASKS.get(str(source), source))
+    if not file.is_file():
+        raise InputError(
+            f"{source}: no such task; bundled are {', '.join(TASKS)}, or give a file of JSON lines with prompt and answer"
+        )
+    return file
 
 
 def check_assets() -> None:

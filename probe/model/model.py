@@ -22,10 +22,11 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.drawing.notebook_html import loop_svg
 from visitlens.probe.experiments import Results
 from visitlens.probe.experiments import experiment as run_experiment
-from visitlens.probe.model.bundled import SAMPLE
+from visitlens.probe.model.bundled import SAMPLE, task_file
 from visitlens.probe.model.progress import progress
 from visitlens.probe.model.run import Run
 from visitlens.probe.samples.sample import Sample
+from visitlens.probe.tasks.task_file import Example
 
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
@@ -91,6 +92,17 @@ class Model:
     def dyck(self, prompts: int = 8, shots: Sequence[int] = (0, 1, 2, 4, 8), seed: int = 0) -> Sample:
         """Few-shot bracket prompts to experiment on, so many for each number of shots."""
         return Sample.of_dyck(self.tokenizer, self.config, prompts=prompts, shots=shots, seed=seed)
+
+    def task(self, task: str | Path | Sequence[Example], limit: int | None = None) -> Sample:
+        """The examples of a task: a bundled one by name (`hops`), a file of JSON lines, or what `read_task` gives.
+
+        Raises:
+            InputError: no such task, a line that is no example, or text that the tokenizer can't spell.
+        """
+        named = isinstance(task, (str, Path))
+        source = task_file(task) if named else task
+        name = Path(task).stem if named else "task"
+        return Sample.of_task(source, self.tokenizer, self.config, name=name, limit=limit)
 
     def experiment(self, name: str, sample: Sample | None = None, **options: Any) -> Results:
         """One of `visitlens.probe.experiments.registered()` on a sample, by default `model.sample()`."""

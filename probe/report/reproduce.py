@@ -213,7 +213,7 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     try:
         from visitlens.hooks.loading.load_model import model_type, resolve
         from visitlens.hooks.recording.write.record import RecordingOptions
-        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
+        from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording, with_metric
         from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
         from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
 
@@ -231,11 +231,15 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
         )
         PreparedRun(run).record(lambda done, total: progress.put((job.name, done, total)))
         if job.prompts:
-            study = AblationRequest(
-                recording=job.recording,
-                checkpoint=job.checkpoint,
-                dyck=DyckSettings(prompts=job.prompts),
-                model_options=how,
+            study, note = with_metric(
+                AblationRequest(
+                    recording=job.recording,
+                    checkpoint=job.checkpoint,
+                    metric="",
+                    text=job.text,
+                    dyck=DyckSettings(prompts=job.prompts),
+                    model_options=how,
+                )
             )
             try:
                 ablate_recording(study, lambda done, total: progress.put((f"{job.name} heads", done, total)))

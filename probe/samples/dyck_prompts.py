@@ -161,6 +161,21 @@ def dyck_case(
     return replace(prompt, targets=prompt.closers[:TARGETS])
 
 
+def missing_brackets(tokenizer: Any) -> tuple[str, ...]:
+    """The brackets of `PAIRS` that the tokenizer can't spell; a Dyck prompt needs all of them."""
+    brackets = [bracket for pair in PAIRS.items() for bracket in pair]
+    return tuple(b for b in brackets if tokenizer.decode(encode_with_offsets(tokenizer, b)[0]).strip() != b)
+
+
+def check_brackets(tokenizer: Any) -> None:
+    """Raises InputError: the tokenizer has no token for some bracket, so that no Dyck prompt can be written in it."""
+    if missing := missing_brackets(tokenizer):
+        raise InputError(
+            f"the model's tokenizer has no token for {' '.join(missing)}, so it can't read Dyck prompts: take text, or a task of "
+            "your own (JSON lines; see the page on tasks)"
+        )
+
+
 def _tokenised(blocks: Sequence[tuple[str, str]], style: AnswerStyle, tokenizer: Any) -> DyckPrompt:
     """The shots as text and tokens, the last one the query."""
     text, spans = "", []
@@ -174,6 +189,8 @@ def _tokenised(blocks: Sequence[tuple[str, str]], style: AnswerStyle, tokenizer:
     for first, stop in token_spans:
         decoded, expected = tokenizer.decode(ids[first:stop]), text[offsets[first][0] : offsets[stop - 1][1]]
         if "".join(decoded.split()) != "".join(expected.split()):
+            check_brackets(tokenizer)
+            check_known(tokenizer, ids, offsets, text)
             raise InputError(
                 f"the tokenizer's offsets don't fit: tokens of {expected!r} decode to {decoded!r}; is its text normalised?"
             )
@@ -211,6 +228,21 @@ def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
             )
         ends.append(len(decoded))
     return ids, list(pairwise(ends))
+
+
+def check_known(tokenizer: Any, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> None:
+    """Raises InputError: the tokenizer has no token but its unknown one for some part of the text."""
+    unknown = getattr(getattr(tokenizer, "model", None), "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    if unknown is None:
+        return
+    find = tokenizer.token_to_id if hasattr(tokenizer, "token_to_id") else tokenizer.convert_tokens_to_ids
+    number = find(str(unknown))
+    missing = [text[start:stop] for token, (start, stop) in zip(ids, offsets, strict=True) if token == number]
+    if missing:
+        raise InputError(
+            f"the model's tokenizer has no token for {', '.join(map(repr, dict.fromkeys(missing)))} in {text[:60]!r}: is "
+            "this task the model's?"
+        )
 
 
 def _token_span(offsets: list[tuple[int, int]], span: tuple[int, int], text: str) -> tuple[int, int]:

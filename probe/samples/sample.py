@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +16,8 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS, DyckPrompt, dyck_prompt
+from visitlens.probe.samples.prompts import Prompt, pack_prompts, role_names, tokenise
+from visitlens.probe.tasks.task_file import Example, read_task
 
 ROLES = ("start", "demonstration inputs", "demonstration answers", "last input", "last answer")
 """Parts of a Dyck prompt; an input runs up to and with the marker of its answer."""
@@ -41,8 +42,9 @@ class Sample:
     """Packed documents. `counted [context, position]`: whether the prediction *of* that token counts.
 
     `facets` name -> a label for each document ("" for none): kind, category, length, shots. `prompts` are the Dyck prompts,
-    in document order, where the documents are such; `corrupted` the same tokens with every bracket of the last input of
-    another kind (the answers stay), `roles [context, position]` the part of the prompt as an index into `ROLES`, -1 for padding.
+    in document order, where the documents are such; `corrupted` the same tokens with each prompt's twin in its place (of a
+    Dyck prompt: every bracket of the last input of another kind; the answers stay), `roles [context, position]` the part of
+    the prompt as an index into `role_names`, -1 for padding.
     """
 
     contexts: PackedTokens
@@ -51,6 +53,7 @@ class Sample:
     prompts: tuple[DyckPrompt, ...] = ()
     corrupted: np.ndarray | None = None
     roles: np.ndarray | None = None
+    role_names: tuple[str, ...] = ROLES
 
     @classmethod
     def of_text(
@@ -116,48 +119,45 @@ class Sample:
         drawn = [dyck_prompt((seed, k, i), tokenizer, shots=k) for k in shots for i in range(prompts)]
         if not drawn:
             raise InputError(f"expected at least one prompt and one number of shots, got {prompts} and {tuple(shots)}")
-        length = context_length or config.context_length
-        rows: list[list[int]] = []
-        room = 0
-        for number, prompt in enumerate(drawn):
-            need = len(prompt.tokens) + 1
-            if need > length:
-                raise InputError(f"a prompt of {need} tokens is longer than the context of {length}; use fewer shots")
-            if need > room:
-                rows.append([])
-                room = length
-            rows[-1].append(number)
-            room -= need
-        tokens = np.full((len(rows), length), config.pad_token_id, dtype=np.int32)
-        segments = np.full((len(rows), length), -1, dtype=np.int32)
-        counted = np.zeros((len(rows), length), dtype=bool)
-        roles = np.full((len(rows), length), -1, dtype=np.int8)
-        corrupted = tokens.copy()
         other = _other_brackets(tokenizer)
-        for row, numbers in enumerate(rows):
-            at = 0
-            for number in numbers:
-                prompt = drawn[number]
-                stop = at + 1 + len(prompt.tokens)
-                tokens[row, at:stop] = [config.bos_token_id, *prompt.tokens]
-                segments[row, at:stop] = number
-                counted[row, [at + 1 + closer for closer in prompt.closers]] = True
-                roles[row, at:stop] = [0, *_roles(prompt)]
-                last = tokens[row, at:stop][roles[row, at:stop] == 3]
-                corrupted[row, at:stop] = tokens[row, at:stop]
-                corrupted[row, at:stop][roles[row, at:stop] == 3] = [
-                    other.get(int(token), int(token)) for token in last
-                ]
-                at = stop
-        used = max(int((segments >= 0).sum(1).max()), 2)
-        hashes = [int.from_bytes(hashlib.sha256(p.tokens.tobytes()).digest()[:8], "little") for p in drawn]
-        owners = np.arange(len(drawn), dtype=np.int32)
-        packed = PackedTokens(tokens[:, :used], segments[:, :used], owners, np.array(hashes, dtype=np.uint64))
+        packed = pack_prompts([_as_prompt(prompt, other) for prompt in drawn], config, context_length)
         facets = {
             "kind": ["dyck"] * len(drawn),
             "shots": [f"{p.shots} shot{'' if p.shots == 1 else 's'}" for p in drawn],
         }
-        return cls(packed, counted[:, :used], facets, tuple(drawn), corrupted[:, :used], roles[:, :used])
+        return cls(packed.contexts, packed.counted, facets, tuple(drawn), packed.corrupted, packed.roles)
+
+    @classmethod
+    def of_task(
+        cls,
+        task: str | Path | Sequence[Example],
+        tokenizer: Any,
+        config: Any,
+        *,
+        name: str = "task",
+        limit: int | None = None,
+        context_length: int | None = None,
+    ) -> Sample:
+        """The examples of a task file (or of `read_task`), whole; only their scored tokens count, and facets cut every result.
+
+        Args:
+            name: the slice that holds all examples.
+            limit: take so many of them, spread evenly over the file.
+
+        Raises:
+            InputError: no readable task file, an example that the tokenizer can't spell, one longer than a context.
+        """
+        examples = read_task(task) if isinstance(task, (str, Path)) else list(task)
+        if not examples or (limit is not None and limit < 1):
+            raise InputError(f"expected at least one example, got {len(examples)} and a limit of {limit}")
+        if limit is not None and limit < len(examples):
+            examples = [examples[i] for i in np.linspace(0, len(examples) - 1, limit).round().astype(int)]
+        parts = role_names(examples)
+        packed = pack_prompts([tokenise(e, tokenizer, parts) for e in examples], config, context_length)
+        facets = {"kind": [name] * len(examples)}
+        for facet in dict.fromkeys(key for example in examples for key in example.facets):
+            facets[facet] = [example.facets.get(facet, "") for example in examples]
+        return cls(packed.contexts, packed.counted, facets, (), packed.corrupted, packed.roles, parts)
 
     @property
     def documents(self) -> int:
@@ -227,6 +227,18 @@ class Sample:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{name} {int(chosen.sum())}" for name, chosen in self.slices.items())
         return f"Sample({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds})"
+
+
+def _as_prompt(prompt: DyckPrompt, other: Mapping[int, int]) -> Prompt:
+    """Its closers count; the twin has every bracket of the last input of another kind."""
+    counted = np.zeros(len(prompt.tokens), dtype=bool)
+    counted[list(prompt.closers)] = True
+    roles = _roles(prompt)
+    twin = [
+        other.get(token, token) if last else token
+        for token, last in zip(prompt.tokens.tolist(), roles == ROLES.index("last input"), strict=True)
+    ]
+    return Prompt(prompt.tokens, counted, roles, np.array(twin, dtype=np.int32))
 
 
 def _roles(prompt: DyckPrompt) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,16 @@ from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve,
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.recording.format import schema
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
-from visitlens.probe.analyses.ablation.heads import MODES, AblationSums, Metric, Task, ablate_heads, nll, text_task
+from visitlens.probe.analyses.ablation.heads import (
+    MODES,
+    AblationSums,
+    Metric,
+    Task,
+    ablate_heads,
+    nll,
+    sample_task,
+    text_task,
+)
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.jobs.as_recorded import as_recorded
@@ -26,13 +37,17 @@ from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.samples.dyck_prompts import check_brackets, missing_brackets
+from visitlens.probe.samples.sample import Sample
+from visitlens.probe.tasks.task_file import read_task
 
-METRICS = ("dyck", "text")
+METRICS = ("dyck", "text", "task")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblationRequest:
-    """What to ablate and how it is judged. `text` and `max_tokens` are for the metric text, `dyck` for the metric dyck."""
+    """What to ablate and how it is judged. `text` and `max_tokens` are for the metric text, `dyck` for the metric dyck,
+    `task` (a task file) and `where` (a label of its facets: only those examples) for the metric task."""
 
     recording: Path
     checkpoint: Path
@@ -41,6 +56,8 @@ class AblationRequest:
     dyck: DyckSettings = field(default_factory=DyckSettings)
     text: Path | None = None
     max_tokens: int = 4096
+    task: Path | None = None
+    where: str = ""
     seed: int = 0
     dtype: str = "float32"
     device: str = "cpu"
@@ -54,7 +71,10 @@ class AblationRequest:
     @property
     def name(self) -> str:
         """Of the stored analysis."""
-        return f"{self.metric}-{self.mode}"
+        if self.metric != "task" or self.task is None:
+            return f"{self.metric}-{self.mode}"
+        words = re.findall(r"[A-Za-z0-9]+", f"{self.task.stem} {self.where}")
+        return "-".join([*words, self.mode])
 
 
 def ablate_recording(
@@ -65,13 +85,18 @@ def ablate_recording(
     An analysis that is there already with the same settings is left alone.
 
     Raises:
-        InputError: the checkpoint isn't the recorded model's or would be read in another way, an unknown metric or mode, no text for the metric text.
+        InputError: the checkpoint isn't the recorded model's or would be read in another way, an unknown metric or mode, no text
+            for the metric text, no readable task file for the metric task, or no brackets in the tokenizer for the metric dyck.
         RecordingError, CheckpointError, StorageError: what can't be read or written.
     """
     if request.metric not in METRICS or request.mode not in MODES:
         raise InputError(
             f"expected a metric among {', '.join(METRICS)} and a mode among {', '.join(MODES)}, got {request.metric!r} and {request.mode!r}"
         )
+    if request.metric == "task":
+        if request.task is None:
+            raise InputError("the metric task needs a task file: JSON lines with prompt and answer, or text and scored")
+        read_task(request.task)
     rec = open_recording(request.recording)
     weights, recorded = weights_sha256(request.checkpoint), rec.provenance["weights_sha256"]
     if recorded != weights:
@@ -99,25 +124,56 @@ def ablate_recording(
     tokenizer = load_tokenizer(resolve(request.checkpoint))
     dyck, shots = request.dyck, ()
     if request.metric == "dyck":
+        check_brackets(tokenizer)
         dyck, shots = dyck.fitting(tokenizer, model.config.context_length)
         task = dyck_task(dyck.draw(tokenizer), model.config.bos_token_id, model.config.pad_token_id)
     else:
-        if request.text is None:
-            raise InputError("the metric text needs text: give --text")
-        text = RunRequest(
-            checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
-        )
-        task = text_task(pack_text(text, model.config)[0])
+        task = _read(request, tokenizer, model.config)
     layers = request.layers or None
     sums = ablate_heads(model, task, mode=request.mode, layers=layers, seed=request.seed, on_progress=on_progress)
     about = _about(rec, task, settings)
-    ablation = head_ablation(sums, name=request.name, metric=_TITLES[request.metric], mode=request.mode, about=about)
+    ablation = head_ablation(sums, name=request.name, metric=_title(request), mode=request.mode, about=about)
     written = [analyses.store(request.recording, ablation)]
     if request.metric == "dyck":
         top = ablation.top()
         study = study_head(model, tokenizer, top.layer, top.head, dyck, name=request.mode, about=about, shots=shots)
         written.append(analyses.store(request.recording, study))
     return written
+
+
+def with_metric(request: AblationRequest) -> tuple[AblationRequest, str]:
+    """The request with a metric where it names none (""), and why it isn't Dyck's: the model's tokenizer has no brackets.
+
+    Raises:
+        CheckpointError: no readable tokenizer.
+    """
+    if request.metric:
+        return request, ""
+    missing = missing_brackets(load_tokenizer(resolve(request.checkpoint)))
+    if not missing:
+        return replace(request, metric="dyck"), ""
+    why = f"the model's tokenizer has no token for {' '.join(missing)}: heads are judged by the loss on text, not on Dyck prompts"
+    return replace(request, metric="text"), why
+
+
+def _read(request: AblationRequest, tokenizer: Any, config: Any) -> Task:
+    """The targets in text, or in a task file."""
+    if request.metric == "text":
+        if request.text is None:
+            raise InputError("the metric text needs text: give --text")
+        text = RunRequest(
+            checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
+        )
+        return text_task(pack_text(text, config)[0])
+    assert request.task is not None  # `ablate_recording` has refused it
+    examples = read_task(request.task)
+    labels = {label for example in examples for label in example.facets.values()}
+    if request.where and request.where not in labels:
+        raise InputError(
+            f"{request.task} has no examples labelled {request.where!r}; there are {', '.join(sorted(labels)) or 'no facets'}"
+        )
+    chosen = [e for e in examples if not request.where or request.where in e.facets.values()]
+    return sample_task(Sample.of_task(chosen, tokenizer, config, name=request.task.stem))
 
 
 def ablate(
@@ -169,6 +225,9 @@ def _settings(request: AblationRequest) -> dict[str, Any]:
     } | ({"layers": list(request.layers)} if request.layers else {})
     if request.metric == "dyck":
         return settings | {"dyck": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(request.dyck).items()}}
+    if request.metric == "task" and request.task is not None:
+        digest = hashlib.sha256(request.task.read_bytes()).hexdigest()
+        return settings | {"task": request.task.name, "task_sha256": digest, "where": request.where}
     return settings | {"text": None if request.text is None else request.text.name, "max_tokens": request.max_tokens}
 
 
@@ -196,7 +255,12 @@ def _about(rec: RecordedRun, task: Task, settings: dict[str, Any]) -> dict[str, 
     }
 
 
-_TITLES = {"dyck": "Dyck target loss", "text": "text loss"}
+def _title(request: AblationRequest) -> str:
+    if request.metric == "task" and request.task is not None:
+        return f"{request.task.stem} loss" + (f", {request.where}" if request.where else "")
+    return {"dyck": "Dyck target loss", "text": "text loss"}[request.metric]
+
+
 _MEANINGS = {
     "zero": "set to zero",
     "mean": "set to its mean over the sample",
