@@ -3,7 +3,7 @@
 A line is an object with either
 
     {"prompt": "a c b a c b 2 a", "answer": " b"}            the answer is scored
-    {"text": "a c b a c b 2 a b", "scored": [[17, 18]]}      these character spans [start, stop) are scored
+    {"text": "a c b a c b 2 a b", "scored": [[16, 17]]}      these character spans [start, stop) are scored
 
 and, where there are any,
 

@@ -145,7 +145,11 @@ def test_accuracy_under_interventions_is_that_of_one_forward_an_example(
     }
     assert list(found["accuracy"].labels["intervention"]) == [
         "intact",
-        *(f"visit {v} {what}" for v in (1, 2) for what in ("skipped", "without attention writes", "without MoE writes")),
+        *(
+            f"visit {v} {what}"
+            for v in (1, 2)
+            for what in ("skipped", "without attention writes", "without MoE writes")
+        ),
         "visit 2 with Q of visit 1",
     ]
     two = [example for example in examples if example.facets["k"] == "2 hops"]
@@ -187,7 +191,7 @@ def test_patching_takes_a_task_and_names_its_parts(model: LoopedMoE, sample: Sam
 def test_a_model_opens_a_task_by_its_file(tmp_path: Path, model: LoopedMoE, examples: list[Example]) -> None:
     write_task(tmp_path / "mine.jsonl", examples)
     opened = Model(model, TOKENIZER)
-    assert list(opened.task(tmp_path / "mine.jsonl").slices)[0] == "mine"
+    assert next(iter(opened.task(tmp_path / "mine.jsonl").slices)) == "mine"
     assert opened.task(examples).documents == 16
     with pytest.raises(InputError, match="no such task; bundled are hops"):
         opened.task("jumps")

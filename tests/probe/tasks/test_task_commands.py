@@ -54,7 +54,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_experiment_takes_a_task_and_cuts_its_results_by_facet(folder: Path, run: Run) -> None:
     code, out, err = run(
-        "experiment", "accuracy", "--model", folder / "model", "--task", folder / "mine.jsonl", "--examples", 8, "--json"
+        "experiment",
+        "accuracy",
+        "--model",
+        folder / "model",
+        "--task",
+        folder / "mine.jsonl",
+        "--examples",
+        8,
+        "--json",
     )
     assert code == 0, err
     labels = json.loads(out)["results"]["accuracy"]["labels"]
@@ -64,7 +72,10 @@ def test_an_experiment_takes_a_task_and_cuts_its_results_by_facet(folder: Path, 
 
 def test_heads_are_ablated_on_a_task_or_on_some_of_its_examples_and_kept_by_name(folder: Path, run: Run) -> None:
     task = folder / "mine.jsonl"
-    for where, name, title in ((), "mine-zero", "mine loss"), (("--where", "2 hops"), "mine-2-hops-zero", "mine loss, 2 hops"):
+    for where, name, title in (
+        ((), "mine-zero", "mine loss"),
+        (("--where", "2 hops"), "mine-2-hops-zero", "mine loss, 2 hops"),
+    ):
         code, out, err = run("ablate", folder / "r.vlens", "-m", folder / "model", "--metric", task, *where)
         assert code == 0 and f"ablation-{name}.json" in out, err
         kept = open_recording(folder / "r.vlens").ablations()[name]
@@ -87,7 +98,10 @@ def test_without_brackets_in_the_tokenizer_heads_are_judged_on_text_and_the_comm
     ("arguments", "said"),
     [
         (("--metric", "jumps"), "no such task; bundled are hops"),
-        (("--metric", "{task}", "--where", "3 hops"), "no examples labelled '3 hops'; there are 1 hop, 2 hops, 4 symbols"),
+        (
+            ("--metric", "{task}", "--where", "3 hops"),
+            "no examples labelled '3 hops'; there are 1 hop, 2 hops, 4 symbols",
+        ),
         (("--where", "2 hops"), "--where chooses examples of a task"),
     ],
 )

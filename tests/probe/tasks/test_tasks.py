@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from visitlens.errors import InputError
+from visitlens.probe.tasks import task_file
 from visitlens.probe.tasks.batch import Generator
 from visitlens.probe.tasks.brackets import CLOSERS, FIRST_CLOSER, OPENERS, Brackets
 from visitlens.probe.tasks.hops import FIRST_HOP, Hops
@@ -209,3 +210,11 @@ def test_a_task_file_without_an_example_says_what_belongs_there(tmp_path: Path) 
         read_task(tmp_path / "empty.jsonl")
     with pytest.raises(InputError, match="not a readable task file"):
         read_task(tmp_path / "none.jsonl")
+
+
+def test_the_examples_on_the_page_and_in_the_module_are_examples(request: pytest.FixtureRequest) -> None:
+    page = (request.config.rootpath / "docs" / "tasks.md").read_text(encoding="utf-8")
+    module = task_file.__doc__ or ""
+    lines = [line[: line.rindex("}") + 1] for line in (page + module).splitlines() if line.startswith('    {"')]
+    examples = [Example.from_json(json.loads(line)) for line in lines]
+    assert [example.text[slice(*example.scored[0])] for example in examples] == ["Paris", "b", "b", "b"]
