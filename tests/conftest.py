@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from tests.support import made_up
+from tests.support import made_up, rounding
 
 from visitlens.app.cli import main
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -27,7 +27,6 @@ from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.recorded_run import open as open_recording
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: threads that wait for busy cores burn them
-torch.set_num_threads(1)
 settings.register_profile(  # a busy machine is no failure, and every run tries the same examples
     "visitlens", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -48,6 +47,23 @@ LONG = (
     "test_cli.py",
 )
 """Files with the longest tests."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torch-threads", type=int, default=1, help="threads of torch in the tests' processes (default 1)")
+    parser.addoption(
+        "--noise-ulp",
+        type=float,
+        default=0,
+        help="noise on every float32 product, in units in the last place: what fails hangs on rounding (default none)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(config.getoption("--torch-threads"))
+    if units := config.getoption("--noise-ulp"):
+        library = rounding.disturb_products(units)
+        config.add_cleanup(library._destroy)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
