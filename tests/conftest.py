@@ -50,7 +50,9 @@ LONG = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--torch-threads", type=int, default=1, help="threads of torch in the tests' processes (default 1)")
+    parser.addoption(
+        "--torch-threads", type=int, default=1, help="threads of torch in the tests' processes (default 1)"
+    )
     parser.addoption(
         "--noise-ulp",
         type=float,

@@ -98,7 +98,14 @@ def _sum_in_place(_kernel: Any, units: float, bias: Tensor, a: Tensor, b: Tensor
 
 
 def _attention(
-    kernel: Any, units: float, q: Tensor, k: Tensor, v: Tensor, *rest: Any, attn_mask: Tensor | None = None, **options: Any
+    kernel: Any,
+    units: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *rest: Any,
+    attn_mask: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.double()

@@ -84,6 +84,34 @@ def test_maps_hold_each_cells_mean_and_gaps_where_none_is(grid: PairGrid, looped
     assert {trace.z[0][0] is not None for trace in maps} == {True}
 
 
+def test_each_map_of_the_eight_is_of_what_its_title_says(grid: PairGrid, looped_recording: RecordedRun) -> None:
+    """(h) is the mean over the block's two norms of later / earlier; each map's numbers are worked out from step measures."""
+
+    def norm_growth(measure: str) -> np.ndarray:
+        first, last = (looped_recording.at_visit(measure, visit).values for visit in (1, 2))
+        return last / first
+
+    of_norms = (norm_growth("norm_output_attn_rms") + norm_growth("norm_output_moe_rms")) / 2
+    assert np.abs(of_norms - norm_growth("norm_output_attn_rms")).max() > 1e-3  # one norm's alone is another number
+    shared = looped_recording.between_visits("shared_expert_count").values
+    expected = {
+        "(a) top-8 attended tokens": looped_recording.between_visits("top8_overlap").mean("head").values,
+        "(b) attention mass": looped_recording.between_visits("mass_overlap").mean("head").values,
+        "(c) experts, of k": shared / looped_recording.recording.config["experts_per_token"],
+        "(d) update cosine": looped_recording.update_cosine_same_layer().values,
+        "(e) whole update": norm_growth("update_rms"),
+        "(f) attention write": norm_growth("attn_write_rms"),
+        "(g) MoE write": norm_growth("moe_write_rms"),
+        "(h) RMSNorm output": of_norms,
+    }
+    figure = find("grid-diagnostics").draw(find("grid-diagnostics").data(grid), LIGHT)
+    maps = [trace for trace in figure.data if trace.type == "heatmap"]
+    titles = [annotation.text for annotation in figure.layout.annotations[:8]]
+    assert titles == list(expected)
+    for trace, (title, values) in zip(maps, expected.items(), strict=True):
+        assert trace.z[0][0] == pytest.approx(values.mean(), rel=1e-9), title
+
+
 def test_stages_over_the_grid_and_by_layer_for_a_pair(grid: PairGrid, looped_recording: RecordedRun) -> None:
     data = find("stage-cosine").data(grid)
     _, _, values, _ = cell_grid(data, "PV")

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from visitlens.hooks.capture.attention_rule import AttentionRule
+from visitlens.hooks.capture.attention_rule import AttentionRule, map_overlaps
 from visitlens.hooks.capture.capture import Captured, StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.kernels.segments import Segments
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 
@@ -289,6 +290,28 @@ def test_the_control_compares_a_head_with_the_one_half_the_heads_away() -> None:
     totals = measure("mass_overlap_control", attention([q, q], [k, k]), num_heads=4)
     assert mean(totals).tolist() == [[1, 0, 1, 0]] * 2
     assert mean(measure("top1_match_control", attention([q, q], [k, k]), num_heads=4)).tolist() == [[1, 0, 1, 0]] * 2
+
+
+def test_the_control_of_an_odd_number_of_heads_goes_up_and_round() -> None:
+    """Of three heads, 0 and 1 look at the start and 2 at its own token. Half of three heads is one: 0 is compared with 1 (alike),
+    1 with 2 and 2 with 0 (not alike). One head down instead of up, head 1 would be the one that agrees."""
+    n = 4
+    q = torch.zeros(n, 3, 4)
+    k = torch.zeros(n, 1, 4)
+    k[0, 0, 0] = 1000.0
+    k[torch.arange(n), 0, 3] = torch.arange(n) * 1000.0
+    q[:, :2, 0] = 1.0
+    q[:, 2, 3] = 1.0
+    start, own = torch.zeros(n, n), torch.eye(n)
+    start[:, 0] = 1.0
+    p = torch.stack([start, start, own])
+    of_maps = map_overlaps([AttentionRule(1.0)], lambda v, start, end: p, Segments((0, n)), overlaps=True).control
+    assert of_maps is not None
+    for name in ("mass_overlap", "top1_match"):
+        totals = measure(f"{name}_control", attention([q, q], [k, k]), num_heads=3)
+        assert mean(totals).tolist() == [[1, 0, 0]] * 2
+        # The first token sees one key alone, on which all heads agree.
+        assert getattr(of_maps[0], name).double()[1:].tolist() == [[1, 0, 0]] * (n - 1)
 
 
 def test_a_model_with_one_head_has_no_control() -> None:
