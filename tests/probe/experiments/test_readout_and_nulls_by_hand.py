@@ -69,7 +69,7 @@ def test_the_logit_lens_by_hand(setting: Setting) -> None:
     assert gap > 1000 * CLOSE, "the two directions of the divergence must differ here, else this test tells nothing"
     flips = [float((answers[i] != answers[i - 1]).double().mean()) for i in range(1, 6)]
     np.testing.assert_allclose(logit_lens("flips")[1:], flips, atol=CLOSE)
-    assert 0 < min(flips) and max(abs(1 - 2 * flip) for flip in flips) > 0.1  # a share and its complement differ
+    assert min(flips) > 0 and max(abs(1 - 2 * flip) for flip in flips) > 0.1  # a share and its complement differ
 
 
 def test_each_null_by_hand(setting: Setting) -> None:
