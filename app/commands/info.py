@@ -16,6 +16,7 @@ def info(
     """Say what a recording holds and where it comes from. Exit code 1 where shards are missing or cut."""
     from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.recording.store.commit import readable_bytes
+    from visitlens.hooks.text.encoder import document_ends
     from visitlens.probe.reading.recorded_run import open as open_recording
 
     rec = open_recording(recording)
@@ -39,6 +40,8 @@ def info(
         "made": f"{stored.provenance.get('created')} by `{stored.provenance.get('command')}`",
         "hashes": f"config {run['config_sha256'][:12]}  weights {str(run['config']['weights_sha256'])[:12]}  data {run['config']['data_sha256'][:12]}",
     }
+    if ends := document_ends(stored.provenance.get("special_tokens")):
+        rows["documents"] = ends
     if isinstance(how := stored.provenance.get("generation"), dict):
         drawn = f"drawn at temperature {how.get('temperature')}, top_p {how.get('top_p')}, seed {how.get('seed')}"
         chosen = drawn if how.get("temperature") else "greedily"

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.terminal.console import loading
-from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.model_options import (
+    FamilyName,
+    LeadingToken,
+    StateSeed,
+    Steps,
+    TieCopies,
+    TrustRemoteCode,
+    model_options,
+)
 
 
 def inspect(
@@ -21,6 +29,7 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
+    bos: LeadingToken = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """Say how a model runs its layers (the step ledger), what its visits share, and whether it can be recorded."""
@@ -35,6 +44,7 @@ def inspect(
             tokens,
             checks=checks,
             dtype=dtype,
+            bos=bos or None,
             **model_options(steps, state_seed, trust_remote_code, family, tie_copies),
         )
     typer.echo(json.dumps(found, indent=1) if as_json else _text(found))
@@ -48,6 +58,7 @@ def _text(found: dict[str, Any]) -> str:
         f"adapter    {found['adapter']}",
         "loop       "
         + (", ".join(f"layer {n} runs {r} times" for n, r in visits.items()) or "none: each layer runs once"),
+        *([f"documents  {found['documents']}"] if found["documents"] else []),
         "",
         "step  layer  visit  module",
         *(f"{s['index']:>4}  {s['layer']:>5}  {s['visit']:>5}  {s['module']}" for s in found["steps"]),

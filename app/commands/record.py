@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from visitlens.app.terminal.console import comma_separated, console, loading, progress_shown, token_bounds
-from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.console import comma_separated, console, loading, plain, progress_shown, token_bounds
+from visitlens.app.terminal.model_options import (
+    FamilyName,
+    LeadingToken,
+    StateSeed,
+    Steps,
+    TieCopies,
+    TrustRemoteCode,
+    model_options,
+)
 
 if TYPE_CHECKING:
     from visitlens.probe.jobs.prepared_run import RunRequest
@@ -32,7 +40,9 @@ class Engine(StrEnum):
 
 def record(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, hub name, or bundled: smelt, baseline.")],
-    text: Annotated[Path, typer.Argument(help="Text: .txt, .md, .jsonl (also .gz, .xz) or a folder of them.")],
+    text: Annotated[
+        Path, typer.Argument(help="Text: .txt, .md (one document each), .jsonl (also .gz, .xz) or a folder of them.")
+    ],
     out: Annotated[
         str, typer.Option("--out", "-o", help="The recording: a folder, or s3://... . An unfinished one is continued.")
     ],
@@ -51,6 +61,14 @@ def record(
     trust_remote_code: TrustRemoteCode = False,
     family: FamilyName = "",
     tie_copies: TieCopies = False,
+    bos: LeadingToken = "",
+    special_as_text: Annotated[
+        bool, typer.Option("--special-as-text", help="Special tokens written out in the text, such as <eos>, are text.")
+    ] = False,
+    by_line: Annotated[
+        bool,
+        typer.Option("--by-line", help="Each line of a .txt or .md file is a document; with --generate, a prompt."),
+    ] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
     engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
@@ -109,6 +127,9 @@ def record(
         top_p=top_p,
         seed=seed,
         checks=checks,
+        bos=bos or None,
+        special_as_text=special_as_text,
+        by_line=by_line,
         model_options=model_options(steps, state_seed, trust_remote_code, family, tie_copies),
     )
     with ranks(request) as request, TemporaryDirectory(prefix="visitlens-") as scratch:
@@ -124,6 +145,11 @@ def _record(request: RunRequest) -> None:
         if request.workers == 1 and request.engine == "process":
             _ = run.model  # says now what is wrong with it; workers load their own
     console.print(str(run))
+    console.print(plain(f"documents: {run.encoder}"), soft_wrap=True)
+    for note in run.notes:
+        console.print(f"[yellow]note:[/] {plain(note)}", soft_wrap=True)
+    for warning in run.warnings:
+        console.print(f"[yellow]warning:[/] {plain(warning)}", soft_wrap=True)
     with progress_shown() as show:
         run.record(partial(show, "recording"))
     typer.echo(request.url or request.out)

@@ -10,10 +10,13 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.app.live.job_queue import JobQueue, OnProgress
 from visitlens.errors import InputError
+from visitlens.hooks.text.encoder import TextEncoder
+from visitlens.hooks.text.tokenizer import read_tokenizer
 from visitlens.probe.live.head_scan import HeadScan, SilencedHead
 from visitlens.probe.live.live_run import LiveRun
 from visitlens.probe.live.prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
@@ -70,10 +73,10 @@ class LiveService:
     @cached_property
     def _presets(self) -> tuple[DyckPreset, ...]:
         try:
-            from tokenizers import Tokenizer
-
-            return dyck_presets(Tokenizer.from_file(str(self.checkpoint / "tokenizer.json")))
-        except Exception:  # tokenizers raises bare Exception; the first run says what is wrong with the checkpoint
+            config = json.loads((self.checkpoint / "config.json").read_text(encoding="utf-8"))
+            encoder = TextEncoder.of(read_tokenizer(self.checkpoint / "tokenizer.json"), SimpleNamespace(**config))
+            return dyck_presets(encoder.tokenizer, led=encoder.bos.id is not None)
+        except Exception:  # of files that nobody has checked: the first run says what is wrong with the checkpoint
             _log.info("no Dyck presets from %s", self.checkpoint, exc_info=True)
             return ()
 

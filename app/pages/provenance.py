@@ -9,6 +9,7 @@ from dash import html
 
 from visitlens.app.panels.components import card, table
 from visitlens.app.view.view import View
+from visitlens.hooks.text.encoder import document_ends
 from visitlens.probe.drawing.series import span
 from visitlens.probe.reading.pair import describe as describe_run
 
@@ -44,6 +45,7 @@ def layout(view: View) -> list[Any]:
     }
     text = {
         "text": provenance.get("text"),
+        **({"documents are": ends} if (ends := document_ends(provenance.get("special_tokens"))) else {}),
         "tokens": f"{recording.tokens:,} of {recording.run['tokens']:,}",
         "documents": f"{recording.documents:,} in {run.groups} groups for the bootstrap",
         "level": recording.level,

@@ -7,6 +7,7 @@ from typing import Any
 from dash import html
 
 from visitlens.probe.drawing.series import digits
+from visitlens.probe.drawing.theme import isolated
 
 _STATUS_BADGES = {
     "kept": "badge muted",
@@ -48,4 +49,4 @@ def attribute(name: str, value: str) -> Any:
 
 def visible(text: str) -> str:
     """Spaces and line ends as signs, so that a token's edges show."""
-    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍")
+    return isolated(text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍"))

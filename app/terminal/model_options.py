@@ -21,6 +21,15 @@ TieCopies = Annotated[
     bool, typer.Option("--tie-copies", help="Layers saved as copies of one another are visits of one layer.")
 ]
 
+LeadingToken = Annotated[
+    str,
+    typer.Option(
+        "--bos",
+        help="The token that leads a text: none, an id, or a token by name; by default what the model's configuration says, else "
+        "what its tokenizer puts in front, else none.",
+    ),
+]
+
 
 def model_options(
     steps: int | None, state_seed: int | None, trust_remote_code: bool, family: str, tie_copies: bool

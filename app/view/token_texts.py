@@ -6,18 +6,17 @@ import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from visitlens.errors import CheckpointError
 from visitlens.hooks.models.checkpoint_files import weights_sha256
+from visitlens.hooks.text.token_texts import TokenTexts
+from visitlens.hooks.text.tokenizer import Tokenizer, read_tokenizer
 from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.reading.recorded_run import RecordedRun
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
-
-class TokenTexts:
+class TextsOfRecordings:
     """Of the given checkpoint, and of the bundled models for recordings of them."""
 
     def __init__(self, checkpoint: Path | None = None) -> None:
@@ -39,15 +38,9 @@ class TokenTexts:
         return None
 
     def texts(self, run: RecordedRun, ids: Iterable[int]) -> list[str]:
-        """One text a token, spaces as they are; `#17` where no tokenizer fits, `<bos>` and the like by name."""
+        """The text of each token, of tokens that follow one another; `#17` where no tokenizer fits."""
         tokenizer = self.of(run)
-        if tokenizer is None:
-            return [f"#{int(i)}" for i in ids]
-        found = []
-        for i in map(int, ids):
-            text = tokenizer.decode([i], skip_special_tokens=False)
-            found.append(text if text and "\ufffd" not in text else tokenizer.id_to_token(i) or f"#{i}")
-        return found
+        return [f"#{int(i)}" for i in ids] if tokenizer is None else TokenTexts(tokenizer).sequence(ids)
 
 
 class _Source:
@@ -72,10 +65,11 @@ class _Source:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         try:
-            from tokenizers import Tokenizer
-
-            return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-        except Exception:  # not installed, no file, or a bare Exception of tokenizers: numbers are shown instead
+            return read_tokenizer(self.folder / "tokenizer.json")
+        except (
+            CheckpointError,
+            ImportError,
+        ):  # no file, damaged, or tokenizers isn't installed: numbers are shown instead
             return None
 
     def _json(self, name: str) -> Any:

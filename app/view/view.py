@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from visitlens.app.view.registry import Entry, Registry, without_folder
 from visitlens.app.view.selection import Selection, common_visits, fit, parse
-from visitlens.app.view.token_texts import TokenTexts
+from visitlens.app.view.token_texts import TextsOfRecordings
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.models.checkpoint_files import brings_loader
 from visitlens.probe.drawing.theme import DARK, LIGHT, Theme
@@ -38,9 +38,9 @@ class Context:
     model_options: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def texts(self) -> TokenTexts:
+    def texts(self) -> TextsOfRecordings:
         """Token ids as text."""
-        return TokenTexts(self.checkpoint)
+        return TextsOfRecordings(self.checkpoint)
 
     def remember(self, key: str, version: str, make: Callable[[], _Kept]) -> _Kept:
         """What `make` gives, kept until the version changes; the few used last are kept."""

@@ -19,21 +19,23 @@ from visitlens.hooks.adapters.foreign_errors import forward_told
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
 from visitlens.hooks.capture.capture import Captured
+from visitlens.hooks.core.evaluation import evaluating
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import check_unbroken
 
 
 class AdaptedModel(FamiliarCalls, DocumentModel):
-    """`model` is the model as its library made it, in evaluation mode; `plan` and `config` follow from its family.
+    """`model` is the model as its library made it; it runs in evaluation mode, and is afterwards in the mode that it was in.
+    `plan` and `config` follow from its family.
 
     `visits` is its loop count, None for the model's own; the model itself is left as it is.
     """
 
     def __init__(self, model: nn.Module, family: Family, visits: int | None = None) -> None:
-        self.model, self.family, self.visits = model.eval(), family, visits
+        self.model, self.family, self.visits = model, family, visits
         self.expert_outputs: dict[nn.Module, Tensor] = {}
         """What each expert of a bank gave in its last call, while someone watches."""
-        with self._looping():
+        with self._looping(), evaluating(model):
             try:
                 self.anatomy = family.anatomy(model)
             except AttributeError as error:
@@ -136,7 +138,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
     @contextmanager
     def as_planned(self) -> Iterator[None]:
         """What every call of the model's own code is made in: it runs the steps of the plan."""
-        with forward_told(), self._looping(), self.family.running(self.model):
+        with forward_told(), self._looping(), evaluating(self.model), self.family.running(self.model):
             yield
 
     def _looping(self) -> AbstractContextManager[None]:

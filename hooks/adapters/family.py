@@ -19,7 +19,7 @@ from torch import nn
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.transformers_compat import Mend
-from visitlens.hooks.core.model_interface import ModelFacts
+from visitlens.hooks.core.model_interface import NO_LIMIT, ModelFacts
 from visitlens.hooks.core.sites import SITES
 
 
@@ -158,7 +158,6 @@ class Family(ABC):
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         bos, eos, pad = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-        first = _first(bos, eos, pad)
         return {
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -166,10 +165,10 @@ class Family(ABC):
             "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
             "head_dim": head_dim,
             "value_dim": head_dim,
-            "context_length": getattr(config, "max_position_embeddings", 1024),
-            "bos_token_id": first,
-            "eos_token_id": _first(eos, first),
-            "pad_token_id": _first(pad, eos, first),
+            "context_length": longest_context(config),
+            "bos_token_id": first_id(bos),
+            "eos_token_id": first_id(eos),
+            "pad_token_id": next((i for i in map(first_id, (pad, eos, bos)) if i is not None), 0),
         }
 
     def start(self, model: nn.Module, tokens: Any, position: int = 0) -> dict[str, Any]:
@@ -215,13 +214,21 @@ def bank_inputs(layer: Layer) -> dict[str, Read]:
     return reads if len(reads) == 3 and len({read.module for read in reads.values()}) == 1 else {}
 
 
-def _first(*ids: Any) -> int:
-    """The first token id there is, of lists their first; 0 where there is none."""
-    for value in ids:
-        value = value[0] if isinstance(value, list) else value
-        if value is not None:
-            return int(value)
-    return 0
+def first_id(value: Any) -> int | None:
+    """A special token's id as a configuration names it, of a list its first; None where it names none."""
+    found = next(iter(value), None) if isinstance(value, (list, tuple)) else value
+    return None if found is None else int(found)
+
+
+_CONTEXT_NAMES = (
+    "max_position_embeddings", "n_positions", "max_seq_len", "max_seq_length", "max_sequence_length", "seq_length", "n_ctx"
+)  # fmt: skip
+
+
+def longest_context(config: Any) -> int:
+    """The longest context that a configuration names, under any of the usual names; `NO_LIMIT` where it names none."""
+    found = (getattr(config, name, None) for name in _CONTEXT_NAMES)
+    return next((int(length) for length in found if isinstance(length, int) and length > 0), NO_LIMIT)
 
 
 ROUTING: tuple[str, ...] = ("router", "experts", "gates", "expert_in", "expert_out")

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import Captured
 
 
+NO_LIMIT = 2**31 - 1
+"""The context length of a model whose configuration names none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Sizes and limits of a model, under the names of the native configuration.
@@ -36,10 +40,12 @@ class ModelFacts:
     value_dim: int
     num_experts: int = 0
     experts_per_token: int = 0
-    context_length: int = 1024
-    bos_token_id: int = 0
-    eos_token_id: int = 0
+    context_length: int = NO_LIMIT
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    """None where the configuration names none."""
     pad_token_id: int = 0
+    """Never read: segment ids keep padding out, so any id does where the configuration names none."""
     missing: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

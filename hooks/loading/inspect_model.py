@@ -18,8 +18,10 @@ from visitlens.hooks.audit.tied_copies import copied_layers
 from visitlens.hooks.audit.tied_copies import tie_copies as tie
 from visitlens.hooks.loading.custom_loader import load_own
 from visitlens.hooks.loading.load_model import dtype_named, load_model, load_transformers, model_type, resolve
+from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.models.checkpoint_files import LOADER
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.encoder import TextEncoder
 
 
 def inspect_model(
@@ -30,9 +32,11 @@ def inspect_model(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     tie_copies: bool = False,
+    bos: str | int | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """JSON-ready: `steps` [{index, module, layer, visit}], `ties`, `flags`, `missing`, `notes`, `guards`.
+    """JSON-ready: `steps` [{index, module, layer, visit}], `ties`, `flags`, `missing`, `notes`, `guards`, and `documents`: which
+    tokens lead and close a text, and why ("" where there is no tokenizer.json). `bos` is the leading token instead.
 
     A model of a family without an adapter is discovered: `adapter` then says so, and it can't be recorded yet.
 
@@ -57,7 +61,16 @@ def inspect_model(
         # What is asked for alone: a native model takes nothing.
         asked = {"trust_remote_code": trust_remote_code, "tie_copies": tie_copies}
         model = load_model(folder, dtype, **{name: True for name, given in asked.items() if given}, **options)
-    return {"model": str(source), **describe(model, tokens, checks=checks)}
+    found = {"model": str(source), "documents": "", **describe(model, tokens, checks=checks)}
+    if (folder / "tokenizer.json").is_file():
+        try:
+            encoder = TextEncoder.of(load_tokenizer(folder), getattr(model, "config", None), bos=bos)
+            found["documents"] = str(encoder)
+            told = [(None, f"warning: {warning}") for warning in encoder.warnings] or [(True, str(encoder))]
+        except VisitlensError as error:
+            told = [(False, str(error))]
+        found["guards"] += [{"name": "tokens at document ends", "ok": ok, "detail": why} for ok, why in told] * checks
+    return found
 
 
 def describe(model: Any, tokens: int = 24, *, checks: bool = True) -> dict[str, Any]:

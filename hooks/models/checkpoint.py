@@ -15,9 +15,9 @@ from torch import Tensor
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.models.checkpoint_files import LOADER, brings_loader
 from visitlens.hooks.models.config import LoopedMoEConfig
+from visitlens.hooks.text.tokenizer import Tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from torch.distributed.device_mesh import DeviceMesh
 
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -102,14 +102,9 @@ def save_weights(
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a Hugging Face `tokenizer.json`, or the checkpoint folder that holds one."""
-    from tokenizers import Tokenizer
-
-    path = _existing(Path(path), "tokenizer.json") if Path(path).is_dir() else Path(path)
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{path}: not a readable tokenizer file ({error})") from error
+    """From a Hugging Face `tokenizer.json`, or the checkpoint folder that holds one; without the truncation and padding that it
+    may have been saved with."""
+    return read_tokenizer(_existing(Path(path), "tokenizer.json") if Path(path).is_dir() else Path(path))
 
 
 def _existing(folder: Path, name: str) -> Path:

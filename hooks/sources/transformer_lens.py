@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.document_model import Change, DocumentModel
+from visitlens.hooks.adapters.family import first_id
 from visitlens.hooks.adapters.transformer_lens_calls import Hook, NamesFilter, VisitPoint, cut
 from visitlens.hooks.capture.capture import Captured
+from visitlens.hooks.core.evaluation import evaluating
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import ModelFacts
 from visitlens.hooks.core.sites import SITES
@@ -60,10 +62,10 @@ class VisitBridge(DocumentModel):
     """
 
     def __init__(self, bridge: Any) -> None:
-        self.bridge = bridge.eval()
+        self.bridge = bridge
         fired: list[str] = []
         probe = torch.zeros(1, 2, dtype=torch.long, device=next(bridge.parameters()).device)
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), evaluating(bridge), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that some hook points are switched off
             bridge.run_with_hooks(probe, fwd_hooks=[(lambda name: True, lambda _, hook: fired.append(str(hook.name)))])
         blocks = [name.removesuffix(".hook_in") for name in fired if _is_entry(name)]
@@ -81,7 +83,8 @@ class VisitBridge(DocumentModel):
         return self.bridge.parameters()
 
     def run_documents(self, documents: Tensor, return_type: str) -> Tensor | None:
-        logits = self.bridge(documents, return_type="logits")
+        with evaluating(self.bridge):
+            logits = self.bridge(documents, return_type="logits")
         return None if return_type == "none" else logits
 
     @contextmanager
@@ -128,7 +131,7 @@ class VisitBridge(DocumentModel):
         Raises:
             InputError: no such hook point, no such visit, or a looped block's name without a visit.
         """
-        with self.hooks(fwd_hooks):
+        with self.hooks(fwd_hooks), evaluating(self.bridge):
             return self.bridge(tokens, return_type="logits")
 
     def run_with_cache(
@@ -309,9 +312,7 @@ def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points:
     )
     hf = bridge.original_model.config
     heads = int(cfg.n_heads)
-    ids: dict[str, Any] = {
-        name: getattr(hf, name, None) or 0 for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
+    ids = {name: first_id(getattr(hf, name, None)) for name in ("bos_token_id", "eos_token_id")}
     return ModelFacts(
         family=f"transformer_lens:{hf.model_type}",
         vocab_size=int(cfg.d_vocab),
@@ -326,5 +327,7 @@ def _facts(bridge: Any, blocks: tuple[str, ...], order: tuple[int, ...], points:
         notes=("read through a TransformerLens bridge, whose attention forms a map at each step",),
         order=order,
         layer_names=blocks,
-        **ids,
+        bos_token_id=ids["bos_token_id"],
+        eos_token_id=ids["eos_token_id"],
+        pad_token_id=first_id(getattr(hf, "pad_token_id", None)) or 0,
     )

@@ -1,8 +1,8 @@
 """Documents in, packed contexts out. No torch.
 
 Documents lie one after another along contexts of fixed length. A document that doesn't fit is split at the end of the
-context; the rest begins the next context as a segment of its own, again with BOS, so that every segment starts with
-BOS and attends only to itself. EOS closes a document. The last context is filled with padding (segment id -1).
+context; the rest begins the next context as a segment of its own, again with the leading token (BOS, where the model has one:
+`encoder.TextEncoder`), and attends only to itself. EOS closes a document. The last context is filled with padding (segment id -1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import gzip
 import json
 import lzma
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
+from visitlens.hooks.text.encoder import check_characters
 from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 _COMPRESSED = (".gz", ".xz", ".zst")
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,22 @@ class Document:
     source: str = ""
 
 
-def read_documents(path: Path | str, *, field: str = "text", skipped: Counter[str] | None = None) -> Iterator[Document]:
+def read_documents(
+    path: Path | str, *, field: str = "text", skipped: Counter[str] | None = None, by_line: bool = False
+) -> Iterator[Document]:
     """From JSON lines (.jsonl, also .gz, .xz, .zst; one object with `text` a line), Parquet (a row each), a .txt or .md
     file (one document), a folder of them, or a Hugging Face dataset: a folder that `save_to_disk` wrote, or streamed by
     the name `hf:NAME[:CONFIG][@SPLIT]` (NAME on the hub or a local folder; split `train` by default).
 
+    A byte order mark at the start of a file or text is dropped.
+
     Args:
         field: the name of the text's field or column; `category` and `source` are read where they exist.
         skipped: counts what is no document (by reason) and goes on; without it the first such thing is an error.
+        by_line: each line of a .txt or .md file is a document of its own; empty lines are none.
 
     Raises:
-        InputError: nothing readable there; a line or row without text, invalid UTF-8.
+        InputError: nothing readable there; a line or row without text, invalid UTF-8, half of a surrogate pair.
         UnavailableError: a package that this format needs isn't installed.
     """
     bad = _Bad(skipped)
@@ -60,7 +67,7 @@ def read_documents(path: Path | str, *, field: str = "text", skipped: Counter[st
         if not files:
             raise InputError(f"{path}: found no .txt, .md, .jsonl or .parquet file")
         for file in files:
-            yield from read_documents(file, field=field, skipped=skipped)
+            yield from read_documents(file, field=field, skipped=skipped, by_line=by_line)
         return
     if not path.is_file():
         raise InputError(
@@ -73,7 +80,8 @@ def read_documents(path: Path | str, *, field: str = "text", skipped: Counter[st
         yield from _from_parquet(path, field, bad)
     elif kind == "text":
         if (text := _decoded(path.read_bytes(), str(path), bad)) is not None:
-            yield Document(text, source=path.name)
+            parts = text.splitlines() if by_line else [text]
+            yield from (Document(part, source=path.name) for part in parts if part.strip() or not by_line)
     else:
         yield from _from_lines(path, field, bad)
 
@@ -142,9 +150,10 @@ def _zstandard_lines(path: Path) -> Iterator[bytes]:
 
 def _decoded(data: bytes, where: str, bad: _Bad) -> str | None:
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix(_BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
-        bad("not UTF-8", f"{where}: not UTF-8 text ({error.reason} at byte {error.start})", error)
+        utf16 = ", but it begins as UTF-16 does: save it as UTF-8" * data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        bad("not UTF-8", f"{where}: not UTF-8 text ({error.reason} at byte {error.start}){utf16}", error)
         return None
 
 
@@ -160,7 +169,13 @@ def _from_row(row: Any, field: str, where: str, bad: _Bad) -> Iterator[Document]
     elif not isinstance(row[field], str):
         bad("text is no string", f"{where}: {field!r} must be a string, got {type(row[field]).__name__}")
     else:
-        yield Document(row[field], str(row.get("category") or ""), str(row.get("source") or ""))
+        about = (str(row.get(name) or "").encode("utf-8", "replace").decode() for name in ("category", "source"))
+        try:
+            check_characters(row[field], f"{where}: {field!r}")
+        except InputError as error:
+            bad("half of a surrogate pair", str(error))
+            return
+        yield Document(row[field].removeprefix(_BYTE_ORDER_MARK), *about)
 
 
 def _from_parquet(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
@@ -211,18 +226,10 @@ def _needed(module: str) -> Any:
         raise UnavailableError(f"this text needs {package}: pip install 'visitlens[data]'") from error
 
 
-def encode(texts: Sequence[str], tokenizer: Any, bos: int, eos: int) -> list[np.ndarray]:
-    """Token ids of each text with BOS in front and EOS behind; texts without a token are left out."""
-    encodings = (
-        tokenizer.encode_batch(list(texts[i : i + 1024]), add_special_tokens=False) for i in range(0, len(texts), 1024)
-    )
-    return [np.array([bos, *e.ids, eos], dtype=np.int32) for batch in encodings for e in batch if e.ids]
-
-
 class Packer:
     """Fills contexts with documents, splitting at context ends; `remainder` is what the next context begins with."""
 
-    def __init__(self, context_length: int, bos: int) -> None:
+    def __init__(self, context_length: int, bos: int | None) -> None:
         if context_length < 2:
             raise InputError(f"a context needs at least 2 positions, got {context_length}")
         self.context_length, self.bos = context_length, bos
@@ -239,14 +246,15 @@ class Packer:
                     break
                 self.remainder, self.document = document.tolist(), self.document + 1
             piece, rest = self.remainder[:room], self.remainder[room:]
-            self.remainder = [self.bos, *rest] if rest else []
+            self.remainder = [*([] if self.bos is None else [self.bos]), *rest] if rest else []
             pieces.append((self.document, piece))
             room -= len(piece)
         return pieces
 
 
-def pack(documents: Iterable[np.ndarray], context_length: int, bos: int, pad: int) -> PackedTokens:
-    """Packs documents (token ids with BOS and EOS) in the order given.
+def pack(documents: Iterable[np.ndarray], context_length: int, bos: int | None, pad: int) -> PackedTokens:
+    """Packs documents (token ids, with the tokens that lead and close them) in the order given; `bos` leads each rest of a
+    document that is split, None where nothing does.
 
     Raises:
         InputError: no document has a token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
@@ -140,5 +141,12 @@ def escape(text: object) -> str:
 
 
 def token_text(text: str) -> str:
-    """A token as a label: escaped, with space and newline visible."""
-    return escape(text).replace(" ", "␣").replace("\n", "↵")
+    """A token as a label: escaped, with space and newline visible; right-to-left text apart, so that it turns nothing beside it."""
+    shown = escape(text).replace(" ", "␣").replace("\n", "↵")
+    return isolated(shown)
+
+
+def isolated(text: str) -> str:
+    """Right-to-left text between Unicode's isolates (U+2068, U+2069): numbers and signs beside it keep their places."""
+    turned = any(unicodedata.bidirectional(character) in ("R", "AL", "AN") for character in text)
+    return f"\u2068{text}\u2069" if turned else text

@@ -7,6 +7,7 @@ from typing import Any
 
 from visitlens.errors import InputError
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.text.encoder import NO_TOKEN
 from visitlens.probe.reading.recorded_run import RecordedRun
 
 
@@ -37,6 +38,15 @@ def as_recorded(rec: RecordedRun, given: Mapping[str, Any]) -> dict[str, Any]:
             "them, and give --trust-remote-code again"
         )
     return {**recorded, **given}
+
+
+def recorded_bos(rec: RecordedRun) -> str | int | None:
+    """What led the recording's documents, as `TextEncoder.of` takes it; None where it doesn't say."""
+    ends = rec.recording.provenance.get("special_tokens")
+    bos = ends.get("bos") if isinstance(ends, Mapping) else None
+    if not isinstance(bos, Mapping) or "id" not in bos:
+        return None
+    return NO_TOKEN if bos["id"] is None else str(bos["id"])
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from visitlens.errors import InputError, PlanError
@@ -34,7 +35,8 @@ from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.hooks.recording.write import record as recorder
 from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token
 from visitlens.hooks.recording.write.shard_writer import ShardWriter
-from visitlens.hooks.text.documents import PackedTokens, encode, pack, read_documents
+from visitlens.hooks.text.documents import PackedTokens, pack, read_documents
+from visitlens.hooks.text.encoder import Documents, TextEncoder
 from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
@@ -77,6 +79,12 @@ class RunRequest:
     engine: str = "process"
     ray_address: str | None = None
     synthetic: str = ""
+    bos: str | int | None = None
+    """The token that leads a document: an id, a name or "none"; None: what configuration and tokenizer say (`TextEncoder`)."""
+    special_as_text: bool = False
+    """Whether special tokens written out in the text (`<eos>`) are taken as text."""
+    by_line: bool = False
+    """Whether each line of a .txt or .md file is a document (with `generate`: a prompt) of its own."""
     url: str | None = None
     """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
     generate: int = 0
@@ -128,9 +136,17 @@ class PreparedRun:
         self.planned = self._plan()
         config = self.planned.config
         torch.set_num_threads(request.threads or (1 if config.hidden_size < _NARROW else torch.get_num_threads()))
+        self.notes: list[str] = []
+        """What is said before recording, and not kept."""
         self.warnings = [f"synthetic: {request.synthetic}"] if request.synthetic else []
         if contexts is None:
-            contexts, whole = self._continued() if request.generate else pack_text(request, config)
+            documents = encoded_text(request, self.encoder)
+            self.warnings += [*self.encoder.warnings, *documents.notes]
+            if request.generate:
+                self.notes += _one_prompt(request)
+                contexts, whole = self._continued(documents)
+            else:
+                contexts, whole = packed_text(request, config, documents.ids, self.encoder)
             if contexts.num_tokens < whole:
                 self.warnings.append(f"truncated: the first {contexts.num_tokens:,} of the text's {whole:,} tokens")
         self.contexts = contexts
@@ -149,13 +165,19 @@ class PreparedRun:
             return load_native(resolve(request.checkpoint), request.dtype, request.device, request.mesh)
         return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
 
-    def _continued(self) -> tuple[PackedTokens, int]:
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """What makes token ids of the text, and says which token leads."""
+        return encoder_of(self.request, self.planned.config)
+
+    def _continued(self, documents: Documents) -> tuple[PackedTokens, int]:
         """The text's documents as prompts, continued by the model."""
         request, config = self.request, self.planned.config
-        tokenizer = load_tokenizer(resolve(request.checkpoint))
-        texts = [document.text for document in read_documents(request.text)]
-        prompts = [ids[:-1] for ids in encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)]
-        length = min(config.context_length, request.context_length or config.context_length)
+        closed = self.encoder.eos.id is not None
+        prompts = [ids[:-1] if closed else ids for ids in documents.ids]
+        length = config.context_length
+        if request.context_length is not None:
+            length = min(length, request.context_length)
         packed = continue_prompts(
             self.model, prompts, request.generate, length, check=request.checks, sampling=request.sampling
         )
@@ -206,7 +228,8 @@ class PreparedRun:
     def provenance(self) -> dict[str, Any]:
         """Of this run."""
         guards = {"guards": self.guards} if self.guards else {}
-        return {**provenance(self.request, self.warnings), **guards}
+        made = provenance(self.request, self.warnings)
+        return {**made, "special_tokens": self.encoder.to_dict(), **guards}
 
     def record(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Path:
         """Writes or continues the recording; returns its path."""
@@ -291,16 +314,42 @@ def plan_recording(
     return PreparedRun(request)
 
 
+def encoder_of(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> TextEncoder:
+    """What makes token ids of a request's text."""
+    tokenizer = load_tokenizer(resolve(request.checkpoint))
+    return TextEncoder.of(tokenizer, config, bos=request.bos, special_as_text=request.special_as_text)
+
+
+def encoded_text(request: RunRequest, encoder: TextEncoder) -> Documents:
+    """The documents of a request's text as token ids."""
+    return encoder.documents([d.text for d in read_documents(request.text, by_line=request.by_line)])
+
+
 def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tuple[PackedTokens, int]:
     """The text in the model's tokens, packed and cut after the context in which `max_tokens` falls; its whole length."""
-    tokenizer = load_tokenizer(resolve(request.checkpoint))
-    texts = [document.text for document in read_documents(request.text)]
-    documents = encode(texts, tokenizer, config.bos_token_id, config.eos_token_id)
-    length = request.context_length or config.context_length
-    if request.context_length is None and isinstance(config, ModelFacts):
-        length = min(length, _LONG)  # such models claim contexts of 100,000 tokens and more
-    packed = pack(documents, length, config.bos_token_id, config.pad_token_id)
+    encoder = encoder_of(request, config)
+    return packed_text(request, config, encoded_text(request, encoder).ids, encoder)
+
+
+def packed_text(
+    request: RunRequest, config: LoopedMoEConfig | ModelFacts, documents: Sequence[np.ndarray], encoder: TextEncoder
+) -> tuple[PackedTokens, int]:
+    """`pack_text` of documents that are token ids already."""
+    length = request.context_length
+    if length is None:  # models of transformers claim contexts of 100,000 tokens and more
+        length = min(config.context_length, _LONG) if isinstance(config, ModelFacts) else config.context_length
+    packed = pack(documents, length, encoder.bos.id, encoder.pad)
     return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens), packed.num_tokens
+
+
+def _one_prompt(request: RunRequest) -> list[str]:
+    """Says so where a text file of several lines is one prompt."""
+    file = request.text
+    if request.by_line or file.suffix not in (".txt", ".md") or not file.is_file():
+        return []
+    with file.open(encoding="utf-8") as lines:
+        several = sum(1 for line in lines if line.strip()) > 1
+    return [f"{file.name} is one document, so one prompt; --by-line takes each line as one"] if several else []
 
 
 def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, Any]:

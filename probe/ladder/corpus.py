@@ -29,6 +29,7 @@ from numpy.lib.format import open_memmap
 
 from visitlens.errors import InputError
 from visitlens.hooks.text.documents import Document, read_documents
+from visitlens.hooks.text.encoder import EndToken, TextEncoder
 
 FORMAT = "visitlens-corpus"
 SPLITS = ("train", "validation")
@@ -155,6 +156,7 @@ def prepare(
 
     tokenizer = load_tokenizer(tokenizer_file)
     special = SpecialTokens.of(tokenizer, bos, eos)
+    encoder = TextEncoder(tokenizer, EndToken(special.bos, "of the corpus"), EndToken(special.eos, "of the corpus"))
     asked = {
         "source": str(source) if isinstance(source, Path | str) else "documents",
         "tokenizer_sha256": hashlib.sha256(tokenizer_file.read_bytes()).hexdigest(),
@@ -175,13 +177,11 @@ def prepare(
     for split, documents in _sources(source, field, skipped):
         taken = 0
         while texts := list(islice(documents, 256)):
-            for document, encoding in zip(
-                texts, tokenizer.encode_batch([d.text for d in texts], add_special_tokens=False), strict=True
-            ):
-                if not encoding.ids:
-                    skipped["without a token"] += 1
-                    continue
-                ids = np.array([special.bos, *encoding.ids, special.eos], dtype=np.int32)
+            encoded = encoder.documents([d.text for d in texts])
+            if encoded.empty:
+                skipped["without a token"] += encoded.empty
+            for at, ids in zip(encoded.kept, encoded.ids, strict=True):
+                document = texts[at]
                 chosen = split or ("validation" if _fraction(ids) < validation_share else "train")
                 writers[chosen].add(ids, document.category or "text")
                 taken += len(ids)

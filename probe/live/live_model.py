@@ -26,11 +26,13 @@ from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
+from visitlens.hooks.text.encoder import TextEncoder
+from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.probe.live.arrays import arrays_of, as_array, lacking
 from visitlens.probe.live.forward import forward_of
 from visitlens.probe.live.head_scan import KINDS, HeadScan, SilencedHead, check_target, divergence
 from visitlens.probe.live.live_run import LiveRun, empty_lens, log_softmax
-from visitlens.probe.live.prompts import TOKEN_LIMIT, DyckPreset, TokenTexts, dyck_presets, encode
+from visitlens.probe.live.prompts import TOKEN_LIMIT, DyckPreset, dyck_presets, prompt_ids
 from visitlens.probe.samples.scores import device_of
 
 if TYPE_CHECKING:
@@ -65,12 +67,15 @@ class LiveModel:
         code_sha256: str | None = None,
         limit: int = TOKEN_LIMIT,
         options: Mapping[str, Any] | None = None,
+        bos: str | int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.model, self.name = model, name
         self.options = dict(options or {})
         self.plan, self.config = model.plan, model.config
         self.limit = min(limit, model.config.context_length)
-        self.text_of = TokenTexts(tokenizer)
+        self.encoder = TextEncoder.of(tokenizer, model.config, bos=bos)
+        self.tokenizer = self.encoder.tokenizer
+        self.text_of = TokenTexts(self.tokenizer)
         self._weights, self._code = weights_sha256, code_sha256
         self._forward = forward_of(model)
 
@@ -83,6 +88,7 @@ class LiveModel:
         device: str = "cpu",
         limit: int = TOKEN_LIMIT,
         weights: str | None = None,
+        bos: str | int | None = None,
         **options: Any,
     ) -> LiveModel:
         """From a checkpoint folder or hub name. `weights` is their SHA-256, where it is known; `options` are those of
@@ -96,7 +102,7 @@ class LiveModel:
         about = {"name": folder.resolve().name, "weights_sha256": weights or weights_sha256(folder), "options": options}
         code = code_sha256(folder)  # before it is run
         model: Any = load_model(folder, dtype, device, **options)
-        return cls(model, load_tokenizer(folder), limit=limit, code_sha256=code, **about)
+        return cls(model, load_tokenizer(folder), limit=limit, code_sha256=code, bos=bos, **about)
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
@@ -104,7 +110,7 @@ class LiveModel:
         if "next token" in getattr(self.config, "missing", ()):
             return ()
         try:
-            found = dyck_presets(self.tokenizer)
+            found = dyck_presets(self.tokenizer, led=self.encoder.bos.id is not None)
         except InputError:
             return ()
         return tuple(p for p in found if len(self._ids(p.text, 2**31)) <= self.limit)
@@ -232,7 +238,7 @@ class LiveModel:
     # What one run is made of
 
     def _ids(self, prompt: str, limit: int) -> np.ndarray:
-        return encode(prompt, self.tokenizer, self.config.bos_token_id, limit)
+        return prompt_ids(prompt, self.encoder, limit)
 
     def _batch(self, tokens: np.ndarray) -> Tensor:
         return torch.from_numpy(tokens).unsqueeze(0).to(self._device)

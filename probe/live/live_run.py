@@ -11,8 +11,8 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, VisitPair
+from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.probe.drawing.theme import token_text
-from visitlens.probe.live.prompts import TokenTexts
 from visitlens.probe.live.row_rule import RowRule
 
 TOP_KEYS = 8
@@ -140,7 +140,7 @@ class LiveRun:
     @property
     def texts(self) -> list[str]:
         """Each token's text, unescaped."""
-        return [self.text_of(token) for token in self.tokens]
+        return self.text_of.sequence(self.tokens)
 
     @property
     def labels(self) -> list[str]:

@@ -49,12 +49,15 @@ def load(
     device: str = "cpu",
     *,
     tokenizer: Any = None,
+    bos: str | int | None = None,
     **options: Any,
 ) -> Model:
     """A model to probe: a checkpoint folder (native, of transformers, or with a loader of its own), a hub name, or `smelt` or `baseline`, the two
     that ship with visitlens; or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
 
-    `options` are those of `visitlens.load_model`, for example `steps=8` or `trust_remote_code=True`.
+    `bos` is the token that leads a text: an id, a name or "none"; by default what the configuration says, else what the tokenizer
+    itself puts in front, else none. `options` are those of `visitlens.load_model`, for example `steps=8` or `trust_remote_code=True`.
+    The tokenizer is copied: truncation and padding that it carries are not used, and the caller's stays as it is.
 
     Raises:
         CheckpointError: no such checkpoint, or a damaged one.
@@ -63,11 +66,13 @@ def load(
     if not isinstance(source, (str, Path)):
         from visitlens.probe.model.model import model_of
 
-        return model_of(source, tokenizer, **options)
+        return model_of(source, tokenizer, bos, **options)
     folder = checkpoint(source)
     from visitlens.hooks.loading.load_model import load_model, resolve
     from visitlens.hooks.models.checkpoint import load_tokenizer
+    from visitlens.hooks.text.tokenizer import own_tokenizer
     from visitlens.probe.model.model import Model
 
     model = load_model(folder, dtype, device, **options)
-    return Model(model, tokenizer or load_tokenizer(resolve(folder)), folder.absolute().name)
+    used = load_tokenizer(resolve(folder)) if tokenizer is None else own_tokenizer(tokenizer)
+    return Model(model, used, folder.absolute().name, bos)

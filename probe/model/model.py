@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from visitlens.hooks.interventions.intervene import Intervention, with_loop_coun
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.encoder import TextEncoder
+from visitlens.hooks.text.token_texts import TokenTexts
+from visitlens.hooks.text.tokenizer import own_tokenizer
 from visitlens.probe.drawing.notebook_html import loop_svg
 from visitlens.probe.experiments import Results
 from visitlens.probe.experiments import experiment as run_experiment
@@ -31,7 +35,7 @@ from visitlens.probe.tasks.task_file import Example
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
 
-def model_of(model: Any, tokenizer: Any, **options: Any) -> Model:
+def model_of(model: Any, tokenizer: Any, bos: str | int | None = None, **options: Any) -> Model:
     """A model in memory to probe. `options` go to its adapter.
 
     Raises:
@@ -43,12 +47,7 @@ def model_of(model: Any, tokenizer: Any, **options: Any) -> Model:
         model, options = adapt(model, **options), {}
     if options:
         raise InputError(f"a model that is adapted already takes no options, got {', '.join(options)}")
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # what lies inside one of transformers
-    if not hasattr(tokenizer, "encode_batch"):
-        raise InputError(
-            f"expected the model's tokenizer (of tokenizers, or a fast one of transformers), got {tokenizer!r}"
-        )
-    return Model(model, tokenizer, getattr(model.config, "family", "model"))
+    return Model(model, own_tokenizer(tokenizer), getattr(model.config, "family", "model"), bos)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +58,18 @@ class Model:
     native: LoopedMoE | InstrumentedModel = field(repr=False)
     tokenizer: Any = field(repr=False)
     name: str = "model"
+    bos: str | int | None = None
+    """The token that leads a text: an id, a name or "none"; None: what configuration and tokenizer say."""
+
+    @cached_property
+    def encoder(self) -> TextEncoder:
+        """What makes token ids of a text, as recordings and samples have them."""
+        return TextEncoder.of(self.tokenizer, self.config, bos=self.bos)
+
+    @cached_property
+    def text_of(self) -> TokenTexts:
+        """How a token is written."""
+        return TokenTexts(self.tokenizer)
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -83,15 +94,15 @@ class Model:
         """The same weights with the loop span run `visits` times (`hooks.interventions.intervene.with_loop_count`)."""
         view = with_loop_count(self.native, visits, residual_scale)
         scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
-        return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}")
+        return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}", self.bos)
 
     def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> Sample:
         """Documents to experiment on; by default the first tokens of the bundled held-out text."""
-        return Sample.of_text(text, self.tokenizer, self.config, max_tokens=max_tokens)
+        return Sample.of_text(text, self.encoder, self.config, max_tokens=max_tokens)
 
     def dyck(self, prompts: int = 8, shots: Sequence[int] = (0, 1, 2, 4, 8), seed: int = 0) -> Sample:
         """Few-shot bracket prompts to experiment on, so many for each number of shots."""
-        return Sample.of_dyck(self.tokenizer, self.config, prompts=prompts, shots=shots, seed=seed)
+        return Sample.of_dyck(self.encoder, self.config, prompts=prompts, shots=shots, seed=seed)
 
     def task(self, task: str | Path | Sequence[Example], limit: int | None = None) -> Sample:
         """The examples of a task: a bundled one by name (`hops`), a file of JSON lines, or what `read_task` gives.
@@ -102,17 +113,17 @@ class Model:
         named = isinstance(task, (str, Path))
         source = task_file(task) if named else task
         name = Path(task).stem if named else "task"
-        return Sample.of_task(source, self.tokenizer, self.config, name=name, limit=limit)
+        return Sample.of_task(source, self.encoder, self.config, name=name, limit=limit)
 
     def experiment(self, name: str, sample: Sample | None = None, **options: Any) -> Results:
         """One of `visitlens.probe.experiments.registered()` on a sample, by default `model.sample()`."""
         with progress(name) as tick:
-            return run_experiment(name, self.native, sample or self.sample(), on_progress=tick, **options)
+            chosen = self.sample() if sample is None else sample
+            return run_experiment(name, self.native, chosen, on_progress=tick, **options)
 
     def _tokens(self, text: Text) -> tuple[Tensor, Tensor]:
-        bos = self.config.bos_token_id
         if isinstance(text, str):
-            texts: list[list[int]] = [[bos, *self._ids(text)]]
+            texts: list[list[int]] = [self.encoder.prompt(text)]
         elif isinstance(text, (np.ndarray, Tensor)):
             ids = torch.as_tensor(text)
             if ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel() or ids.ndim > 2:
@@ -121,22 +132,21 @@ class Model:
                 )
             texts = ids.long().reshape(-1, ids.shape[-1] if ids.ndim else 1).tolist()
         elif isinstance(text, Sequence) and len(text) and all(isinstance(part, str) for part in text):
-            texts = [[bos, *self._ids(str(part))] for part in text]
+            texts = [self.encoder.prompt(str(part)) for part in text]
         elif not isinstance(text, Sequence) or isinstance(text, (bytes, bytearray)) or not all(map(_is_id, text)):
             raise InputError(f"expected a text, a list of texts or token ids, got {text!r:.80}")
         else:
             texts = [[int(token) for token in text]]
         longest = max(map(len, texts), default=0)
-        tokens = torch.full((len(texts), longest), self.config.pad_token_id)
+        if not all(texts):
+            raise InputError("expected at least one token in every text: nothing leads a text without one")
+        tokens = torch.full((len(texts), longest), self.encoder.pad)
         segments = torch.full((len(texts), longest), -1)
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = torch.tensor(ids)
             segments[row, : len(ids)] = row
         device = next(iter(self.native.parameters())).device
         return tokens.to(device), segments.to(device)
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def __repr__(self) -> str:
         looped = self.plan.looped_layers

@@ -62,7 +62,7 @@ class Run:
     def tokens(self) -> list[str]:
         """The text of each token (of the first text)."""
         ids = self.token_ids[0][self.segment_ids[0] >= 0].tolist()
-        return [self.model.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        return self.model.text_of.sequence(ids)
 
     def site(self, name: str, layer: int, visit: int = 1) -> Tensor:
         """The values at a site (`visitlens.hooks.core.sites.SITES`) at one visit of one layer, after the interventions.
@@ -109,7 +109,7 @@ class Run:
             raise InputError("texts of different lengths can't be continued side by side: run each alone")
         # The last token is written and not run here: what acts on it shows in the run of the whole text.
         with self._intervened(must_match=False):
-            stop = self.model.config.eos_token_id if len(self.token_ids) == 1 else None
+            stop = self.model.encoder.eos.id if len(self.token_ids) == 1 else None
             tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop)
         segments = self.segment_ids[:, :1].expand_as(tokens).contiguous()
         prompt = self.token_ids.shape[1] if self.prompt_length is None else self.prompt_length
@@ -143,8 +143,7 @@ class Run:
                 f"expected 1 to {row.shape[-1]} next tokens after a position among {len(row)}, got {most} after {position}"
             )
         found = row[position].float().softmax(-1).topk(most)
-        decode = self.model.tokenizer.decode
-        return [(decode([int(i)]), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
+        return [(self.model.text_of(int(i)), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
 
     def attention(self, layer: int, head: int, visits: tuple[int, int] | None = None) -> LinkedMaps:
         """Attention of one head at two visits and the later less the earlier (at one visit for a layer that runs once)."""

@@ -47,7 +47,8 @@ class DyckPrompt:
 
     `tokens [position]` without BOS; `answer` and each of `demonstrations` are token spans [start, stop): what follows
     the marker, up to and including the line end. `closers` are the positions of the answer's closing brackets,
-    `targets` those that a case study asks for; `pieces [position]` is the text of each token.
+    `targets` those that a case study asks for; `pieces [position]` is the text of each token, `lead` that of the token in
+    front of them, at the segment start.
     """
 
     text: str
@@ -58,6 +59,27 @@ class DyckPrompt:
     shots: int
     pieces: tuple[str, ...] = ()
     targets: tuple[int, ...] = ()
+    lead: str = "BOS"
+
+    def led(self, bos: int | None) -> tuple[int, DyckPrompt]:
+        """The token at the segment start, and the prompt behind it: BOS, or, of a model without one, the prompt's own first token."""
+        if bos is not None:
+            return bos, self
+
+        def shifted(span: tuple[int, int]) -> tuple[int, int]:
+            return span[0] - 1, span[1] - 1
+
+        rest = replace(
+            self,
+            tokens=self.tokens[1:],
+            answer=shifted(self.answer),
+            demonstrations=tuple(map(shifted, self.demonstrations)),
+            closers=tuple(at - 1 for at in self.closers),
+            targets=tuple(at - 1 for at in self.targets),
+            pieces=self.pieces[1:],
+            lead=self.pieces[0],
+        )
+        return int(self.tokens[0]), rest
 
 
 def nested_brackets(rng: np.random.Generator, unclosed: int, closed: int, kinds: int) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
+from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.samples.dyck_prompts import check_known, encode_with_offsets
 from visitlens.probe.tasks.task_file import Example, Span
@@ -41,17 +42,18 @@ class PackedPrompts:
     corrupted: np.ndarray | None
 
 
-def pack_prompts(prompts: Sequence[Prompt], config: Any, context_length: int | None = None) -> PackedPrompts:
-    """As many prompts in a context as fit, in order; BOS before each.
+def pack_prompts(prompts: Sequence[Prompt], encoder: TextEncoder, length: int) -> PackedPrompts:
+    """As many prompts in a context of `length` as fit, in order; before each what leads a text (BOS), where anything does. A token
+    with nothing before it isn't predicted, so it never counts.
 
     Raises:
         InputError: a prompt longer than a context.
     """
-    length = context_length or config.context_length
+    lead = [] if encoder.bos.id is None else [encoder.bos.id]
     rows: list[list[int]] = []
     room = 0
     for number, prompt in enumerate(prompts):
-        need = len(prompt.tokens) + 1
+        need = len(prompt.tokens) + len(lead)
         if need > length:
             raise InputError(f"a prompt of {need} tokens is longer than the context of {length}; use shorter ones")
         if need > room:
@@ -59,28 +61,29 @@ def pack_prompts(prompts: Sequence[Prompt], config: Any, context_length: int | N
             room = length
         rows[-1].append(number)
         room -= need
-    shape = (len(rows), length)
-    tokens, segments = np.full(shape, config.pad_token_id, dtype=np.int32), np.full(shape, -1, dtype=np.int32)
+    used = max(2, *(sum(len(prompts[number].tokens) + len(lead) for number in row) for row in rows))
+    shape = (len(rows), used)
+    tokens, segments = np.full(shape, encoder.pad, dtype=np.int32), np.full(shape, -1, dtype=np.int32)
     counted, roles = np.zeros(shape, dtype=bool), np.full(shape, -1, dtype=np.int8)
     corrupted = tokens.copy()
     for row, numbers in enumerate(rows):
         at = 0
         for number in numbers:
             prompt = prompts[number]
-            here = slice(at, at + 1 + len(prompt.tokens))
+            here = slice(at, at + len(lead) + len(prompt.tokens))
             twin = prompt.tokens if prompt.corrupted is None else prompt.corrupted
-            tokens[row, here] = [config.bos_token_id, *prompt.tokens]
-            corrupted[row, here] = [config.bos_token_id, *twin]
+            tokens[row, here] = [*lead, *prompt.tokens]
+            corrupted[row, here] = [*lead, *twin]
             segments[row, here] = number
-            counted[row, here] = [False, *prompt.counted]
-            roles[row, here] = [0, *prompt.roles]
+            counted[row, here] = [*(False for _ in lead), *prompt.counted]
+            counted[row, at] = False
+            roles[row, here] = [*(0 for _ in lead), *prompt.roles]
             at = here.stop
-    used = max(int((segments >= 0).sum(1).max()), 2)
     hashes = [int.from_bytes(hashlib.sha256(p.tokens.tobytes()).digest()[:8], "little") for p in prompts]
     owners = np.arange(len(prompts), dtype=np.int32)
-    packed = PackedTokens(tokens[:, :used], segments[:, :used], owners, np.array(hashes, dtype=np.uint64))
+    packed = PackedTokens(tokens, segments, owners, np.array(hashes, dtype=np.uint64))
     twins = any(prompt.corrupted is not None for prompt in prompts)
-    return PackedPrompts(packed, counted[:, :used], roles[:, :used], corrupted[:, :used] if twins else None)
+    return PackedPrompts(packed, counted, roles, corrupted if twins else None)
 
 
 def role_names(examples: Sequence[Example]) -> tuple[str, ...]:

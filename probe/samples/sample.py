@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.text.documents import Document, encode, pack, read_documents
+from visitlens.hooks.text.documents import Document, pack, read_documents
+from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
 from visitlens.probe.measures.measure import Measure, StatArray
@@ -54,6 +55,8 @@ class Sample:
     corrupted: np.ndarray | None = None
     roles: np.ndarray | None = None
     role_names: tuple[str, ...] = ROLES
+    empty: int = 0
+    """Documents left out because they have no token."""
 
     @classmethod
     def of_text(
@@ -70,6 +73,7 @@ class Sample:
         Raises:
             InputError: nothing readable, no token.
         """
+        encoder = TextEncoder.of(tokenizer, config)
         try:
             found: list[Any] = list(read_documents(Path(text)) if isinstance(text, (str, Path)) else text)
         except TypeError:
@@ -77,12 +81,10 @@ class Sample:
         if strange := [d for d in found if not isinstance(d, (Document, str))]:
             raise InputError(f"expected a file, a folder or several texts, got {strange[0]!r:.80}")
         documents = [d if isinstance(d, Document) else Document(d) for d in found]
-        tokens = encode([d.text for d in documents], tokenizer, config.bos_token_id, config.eos_token_id)
-        kept = [d for d in documents if d.text]
-        if len(kept) != len(tokens):  # a text that the tokenizer makes nothing of
-            kept = [d for d in kept if tokenizer.encode(d.text, add_special_tokens=False).ids]
-        length = context_length or min(config.context_length, LONGEST)
-        packed = pack(tokens, length, config.bos_token_id, config.pad_token_id)
+        encoded = encoder.documents([d.text for d in documents])
+        tokens, kept = encoded.ids, [documents[i] for i in encoded.kept]
+        length = min(config.context_length, LONGEST) if context_length is None else context_length
+        packed = pack(tokens, length, encoder.bos.id, encoder.pad)
         packed = packed if max_tokens is None else packed.first_contexts(max_tokens)
         number = len(packed.document_hash)
         facets = {
@@ -90,7 +92,7 @@ class Sample:
             "category": [d.category for d in kept[:number]],
             "length": [next(name for name, most in LENGTHS.items() if len(t) <= most) for t in tokens[:number]],
         }
-        return cls.of_contexts(packed, facets)
+        return replace(cls.of_contexts(packed, facets), empty=encoded.empty)
 
     @classmethod
     def of_contexts(cls, contexts: PackedTokens, facets: Mapping[str, Sequence[str]] | None = None) -> Sample:
@@ -116,11 +118,13 @@ class Sample:
         Raises:
             InputError: a prompt longer than a context.
         """
-        drawn = [dyck_prompt((seed, k, i), tokenizer, shots=k) for k in shots for i in range(prompts)]
+        encoder = TextEncoder.of(tokenizer, config)
+        drawn = [dyck_prompt((seed, k, i), encoder.tokenizer, shots=k) for k in shots for i in range(prompts)]
         if not drawn:
             raise InputError(f"expected at least one prompt and one number of shots, got {prompts} and {tuple(shots)}")
-        other = _other_brackets(tokenizer)
-        packed = pack_prompts([_as_prompt(prompt, other) for prompt in drawn], config, context_length)
+        other = _other_brackets(encoder.tokenizer)
+        length = config.context_length if context_length is None else context_length
+        packed = pack_prompts([_as_prompt(prompt, other) for prompt in drawn], encoder, length)
         facets = {
             "kind": ["dyck"] * len(drawn),
             "shots": [f"{p.shots} shot{'' if p.shots == 1 else 's'}" for p in drawn],
@@ -153,7 +157,9 @@ class Sample:
         if limit is not None and limit < len(examples):
             examples = [examples[i] for i in np.linspace(0, len(examples) - 1, limit).round().astype(int)]
         parts = role_names(examples)
-        packed = pack_prompts([tokenise(e, tokenizer, parts) for e in examples], config, context_length)
+        encoder = TextEncoder.of(tokenizer, config)
+        length = config.context_length if context_length is None else context_length
+        packed = pack_prompts([tokenise(e, encoder.tokenizer, parts) for e in examples], encoder, length)
         facets = {"kind": [name] * len(examples)}
         for facet in dict.fromkeys(key for example in examples for key in example.facets):
             facets[facet] = [example.facets.get(facet, "") for example in examples]
@@ -226,7 +232,8 @@ class Sample:
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{name} {int(chosen.sum())}" for name, chosen in self.slices.items())
-        return f"Sample({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds})"
+        empty = f"; {self.empty} without a token left out" if self.empty else ""
+        return f"Sample({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds}{empty})"
 
 
 def _as_prompt(prompt: DyckPrompt, other: Mapping[int, int]) -> Prompt:

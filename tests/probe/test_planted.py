@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.support.planted import EXPERTS, HEAD, LAYER, Planted, plant
 
-from visitlens.hooks.text.documents import encode, pack
+from visitlens.hooks.text.documents import pack
+from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.analyses.ablation.ablate_recording import ablate
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_scores, dyck_task, study_head
@@ -32,7 +33,7 @@ def planted() -> Planted:
 @pytest.fixture(scope="module")
 def text(planted: Planted) -> PackedTokens:
     prompts = [dyck_prompt((i,), planted.tokenizer, shots=1 + i % 3).text for i in range(40)]
-    return pack(encode(prompts, planted.tokenizer, 0, 1), 128, 0, 2)
+    return pack(TextEncoder.of(planted.tokenizer, planted.model.config).documents(prompts).ids, 128, 0, 2)
 
 
 @pytest.fixture(scope="module")

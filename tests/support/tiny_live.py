@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from visitlens.app.live.service import LiveService
 from visitlens.hooks.models.looped_moe import LoopedMoE
+from visitlens.hooks.text.token_texts import byte_alphabet
 from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.live.live_run import LiveRun
-from visitlens.probe.live.prompts import byte_alphabet
 
 PROMPT = "The visit <b>sees</b>\nthe token; näive."
 """41 tokens with BOS: markup, a newline, a character of two bytes."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visitlens.errors import InputError
-from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read
+from visitlens.hooks.adapters.family import NO_ROUTER, Anatomy, Family, Layer, Read, first_id
 from visitlens.hooks.adapters.transformers_compat import output_cache, tied_to, token_ids
 
 SANDWICH = "a norm lies on the stream after each addition, so writes don't add up to the next residual"
@@ -94,7 +94,7 @@ class Huginn(Family):
         config = model.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         d = config.n_embd // heads
-        ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        ids = {name: first_id(getattr(config, name, None)) for name in ("bos_token_id", "eos_token_id")}
         return {
             "vocab_size": config.padded_vocab_size,
             "hidden_size": config.n_embd,
@@ -103,7 +103,8 @@ class Huginn(Family):
             "head_dim": d,
             "value_dim": d,
             "context_length": config.block_size,
-            **{name: value or 0 for name, value in ids.items()},
+            **ids,
+            "pad_token_id": first_id(getattr(config, "pad_token_id", None)) or 0,
         }
 
 

@@ -18,6 +18,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.analyses.ablation.heads import (
     MODES,
@@ -31,8 +32,8 @@ from visitlens.probe.analyses.ablation.heads import (
 )
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
-from visitlens.probe.jobs.as_recorded import as_recorded
-from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
+from visitlens.probe.jobs.as_recorded import as_recorded, recorded_bos
+from visitlens.probe.jobs.prepared_run import RunRequest, encoded_text, packed_text
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.recorded_run import RecordedRun
@@ -121,14 +122,14 @@ def ablate_recording(
         raise InputError(
             f"{request.recording} has {len(rec.plan)} steps, the model as loaded {len(model.plan)}: read it as it was recorded (--steps, --family, --tie-copies)"
         )
-    tokenizer = load_tokenizer(resolve(request.checkpoint))
+    encoder = TextEncoder.of(load_tokenizer(resolve(request.checkpoint)), model.config, bos=recorded_bos(rec))
     dyck, shots = request.dyck, ()
     if request.metric == "dyck":
-        check_brackets(tokenizer)
-        dyck, shots = dyck.fitting(tokenizer, model.config.context_length)
-        task = dyck_task(dyck.draw(tokenizer), model.config.bos_token_id, model.config.pad_token_id)
+        check_brackets(encoder.tokenizer)
+        dyck, shots = dyck.fitting(encoder.tokenizer, model.config.context_length)
+        task = dyck_task(dyck.draw(encoder.tokenizer), encoder.bos.id, encoder.pad)
     else:
-        task = _read(request, tokenizer, model.config)
+        task = _read(request, encoder, model.config)
     layers = request.layers or None
     sums = ablate_heads(model, task, mode=request.mode, layers=layers, seed=request.seed, on_progress=on_progress)
     about = _about(rec, task, settings)
@@ -136,7 +137,7 @@ def ablate_recording(
     written = [analyses.store(request.recording, ablation)]
     if request.metric == "dyck":
         top = ablation.top()
-        study = study_head(model, tokenizer, top.layer, top.head, dyck, name=request.mode, about=about, shots=shots)
+        study = study_head(model, encoder, top.layer, top.head, dyck, name=request.mode, about=about, shots=shots)
         written.append(analyses.store(request.recording, study))
     return written
 
@@ -156,7 +157,7 @@ def with_metric(request: AblationRequest) -> tuple[AblationRequest, str]:
     return replace(request, metric="text"), why
 
 
-def _read(request: AblationRequest, tokenizer: Any, config: Any) -> Task:
+def _read(request: AblationRequest, encoder: TextEncoder, config: Any) -> Task:
     """The targets in text, or in a task file."""
     if request.metric == "text":
         if request.text is None:
@@ -164,7 +165,7 @@ def _read(request: AblationRequest, tokenizer: Any, config: Any) -> Task:
         text = RunRequest(
             checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
         )
-        return text_task(pack_text(text, config)[0])
+        return text_task(packed_text(text, config, encoded_text(text, encoder).ids, encoder)[0])
     assert request.task is not None  # `ablate_recording` has refused it
     examples = read_task(request.task)
     labels = {label for example in examples for label in example.facets.values()}
@@ -173,7 +174,7 @@ def _read(request: AblationRequest, tokenizer: Any, config: Any) -> Task:
             f"{request.task} has no examples labelled {request.where!r}; there are {', '.join(sorted(labels)) or 'no facets'}"
         )
     chosen = [e for e in examples if not request.where or request.where in e.facets.values()]
-    return sample_task(Sample.of_task(chosen, tokenizer, config, name=request.task.stem))
+    return sample_task(Sample.of_task(chosen, encoder, config, name=request.task.stem))
 
 
 def ablate(

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
+from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.probe.analyses.ablation.heads import Task
 from visitlens.probe.analyses.results.store import DyckExample, DyckStudy
 from visitlens.probe.measures.grouped import Grouped
@@ -78,9 +79,10 @@ class _Padded:
     tokens: Tensor
 
 
-def dyck_task(prompts: Sequence[DyckPrompt], bos: int, pad: int) -> Task:
+def dyck_task(prompts: Sequence[DyckPrompt], bos: int | None, pad: int) -> Task:
     """The three targets of each prompt; what follows them is cut off. Each prompt is a document, in groups of prompts where
-    there are more than 128."""
+    there are more than 128. `bos` leads a prompt; None where the model has no such token."""
+    leads, prompts = zip(*(prompt.led(bos) for prompt in prompts), strict=True)
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].targets[-1])
     length = prompts[order[-1]].targets[-1] + 2
     tokens = np.full((len(prompts), length), pad, dtype=np.int32)
@@ -89,7 +91,7 @@ def dyck_task(prompts: Sequence[DyckPrompt], bos: int, pad: int) -> Task:
     for row, index in enumerate(order):
         prompt = prompts[index]
         stop = prompt.targets[-1] + 1
-        tokens[row, 0], tokens[row, 1 : stop + 1] = bos, prompt.tokens[:stop]
+        tokens[row, 0], tokens[row, 1 : stop + 1] = leads[index], prompt.tokens[:stop]
         document[row, : stop + 1] = index
         context += [row] * len(prompt.targets)
         position += [at + 1 for at in prompt.targets]
@@ -103,10 +105,11 @@ def dyck_scores(
     """By shots: `exact_match` (every answer token is the most likely one given those before it), `accuracy` and `nll` (nats)
     over the answers' tokens, `target_accuracy` and `target_nll` over the targets."""
     names = ("exact_match", "accuracy", "nll", "target_accuracy", "target_nll")
+    encoder = TextEncoder.of(tokenizer, model.config)
     shape = (min(settings.prompts, MAX_GROUPS), len(shots))
     total, count = ({name: np.zeros(shape) for name in names} for _ in range(2))
     for at, k in enumerate(shots):
-        for batch in _padded(settings.draw(tokenizer, k), model):
+        for batch in _padded(settings.draw(encoder.tokenizer, k), model, encoder):
             read = _reader(model, batch.tokens)
             for row, (index, prompt) in enumerate(zip(batch.index, batch.prompts, strict=True)):
                 start, stop = (
@@ -138,6 +141,7 @@ def study_head(
 ) -> DyckStudy:
     """Where the head looks when it predicts the targets, at each visit, against the other heads of the loop and against
     uniform attention; with scores by shots and the maps of a few prompts at `settings.shots`."""
+    encoder = TextEncoder.of(tokenizer, model.config)
     visits = model.plan.visits[layer]
     without = model.config.absent.get("P", {}) if isinstance(model, InstrumentedModel) else {}
     layers = [n for n, count in model.plan.visits.items() if count == visits and n not in without]
@@ -147,7 +151,7 @@ def study_head(
     count = np.zeros_like(total)
     examples: list[DyckExample] = []
     for at, k in enumerate(with_answers):
-        for batch in _padded(settings.draw(tokenizer, k), model):
+        for batch in _padded(settings.draw(encoder.tokenizer, k), model, encoder):
             patterns = _target_patterns(model, batch, layers)  # [layer, visit, prompt, head, target, key]
             for row, (index, prompt) in enumerate(zip(batch.index, batch.prompts, strict=True)):
                 parts = _parts(prompt, patterns.shape[-1]).to(patterns)  # [key, part]
@@ -168,18 +172,21 @@ def study_head(
         "visit": list(range(1, visits + 1)),
         "part": ["bos", "answers"],
     }
-    scores = dyck_scores(model, tokenizer, settings, shots)
+    scores = dyck_scores(model, encoder, settings, shots)
     return DyckStudy(name, layer, head, scores, Grouped(MASS, labels, total, count), tuple(examples), about)
 
 
-def _padded(prompts: Sequence[DyckPrompt], model: LoopedMoE | InstrumentedModel) -> Iterator[_Padded]:
+def _padded(
+    prompts: Sequence[DyckPrompt], model: LoopedMoE | InstrumentedModel, encoder: TextEncoder
+) -> Iterator[_Padded]:
+    leads, prompts = zip(*(prompt.led(encoder.bos.id) for prompt in prompts), strict=True)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
     while order:
         length = len(prompts[order[-1]].tokens) + 1
         several = max(1, _AT_ONCE // length)
         index, order = order[-several:], order[:-several]
-        tokens = torch.full((len(index), length), model.config.pad_token_id)
-        tokens[:, 0] = model.config.bos_token_id
+        tokens = torch.full((len(index), length), encoder.pad)
+        tokens[:, 0] = torch.tensor([leads[i] for i in index])
         for row, i in enumerate(index):
             tokens[row, 1 : len(prompts[i].tokens) + 1] = torch.from_numpy(prompts[i].tokens)
         yield _Padded(index, [prompts[i] for i in index], tokens.to(device_of(model)))
@@ -235,7 +242,7 @@ def _example(prompt: DyckPrompt, maps: Tensor) -> DyckExample:
     stop = prompt.targets[-1] + 2
     spans = tuple((start + 1, end + 1) for start, end in prompt.demonstrations)
     targets = tuple(at + 1 for at in prompt.targets)
-    pieces = ("BOS", *prompt.pieces)[:stop]
+    pieces = (prompt.lead, *prompt.pieces)[:stop]
     return DyckExample(prompt.shots, pieces, targets, spans, maps[..., :stop].cpu().double().numpy())
 
 

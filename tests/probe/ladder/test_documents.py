@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from visitlens.errors import InputError, UnavailableError
-from visitlens.hooks.text.documents import Document, Packer, encode, pack, read_documents
+from visitlens.hooks.text.documents import Document, Packer, pack, read_documents
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 BOS, EOS, PAD = 0, 1, 2
@@ -182,21 +182,6 @@ def test_an_empty_file_has_no_documents_and_nothing_can_be_packed(tmp_path: Path
         pack([], 8, BOS, PAD)
 
 
-class Letters:
-    """A tokenizer of one id a letter."""
-
-    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list:
-        assert not add_special_tokens
-        return [type("Encoding", (), {"ids": [ord(c) for c in text]}) for text in texts]
-
-
-def test_encoding_puts_bos_in_front_and_eos_behind_and_leaves_empty_texts_out() -> None:
-    documents = encode(["ab", "", "c"] + ["x"] * 2000, Letters(), BOS, EOS)
-    assert len(documents) == 2002
-    assert documents[0].tolist() == [BOS, 97, 98, EOS] and documents[1].tolist() == [BOS, 99, EOS]
-    assert documents[0].dtype == np.int32
-
-
 # Packing
 
 
@@ -299,3 +284,57 @@ def test_the_first_contexts_hold_the_asked_tokens_and_whole_contexts(make_text: 
         assert part.num_tokens >= min(tokens, text.num_tokens)
     with pytest.raises(InputError, match="at least 1 token, got 0"):
         text.first_contexts(0)
+
+
+# What files bring along
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_byte_order_mark_is_dropped(tmp_path: Path, name: str) -> None:
+    file, text = tmp_path / name, "\ufeffword"
+    if name.endswith(".parquet"):
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pytest.importorskip("pyarrow").table({"text": [text]}), file)
+    elif name.endswith(".jsonl"):
+        file.write_text(
+            "\ufeff" + json.dumps({"text": text}) + "\n" + json.dumps({"text": text}) + "\n", encoding="utf-8"
+        )
+    else:
+        file.write_text(text, encoding="utf-8")
+    assert {document.text for document in read_documents(file)} == {"word"}
+
+
+def test_half_of_a_surrogate_pair_is_an_error_with_file_and_line_or_counted(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good"}\n{"text": "a\\ud83d"}\n', encoding="utf-8")
+    with pytest.raises(
+        InputError, match=rf"{file}:2: 'text' holds half of a surrogate pair \(\\ud83d at character 1\)"
+    ):
+        list(read_documents(file))
+    skipped: Counter[str] = Counter()
+    assert [d.text for d in read_documents(file, skipped=skipped)] == ["good"]
+    assert skipped == {"half of a surrogate pair": 1}
+
+
+def test_half_of_a_surrogate_pair_in_a_category_is_no_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "good", "category": "x\\ud83d"}\n', encoding="utf-8")
+    assert [d.category for d in read_documents(file)] == ["x?"]
+
+
+def test_a_file_of_utf_16_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("word", encoding="utf-16")
+    with pytest.raises(InputError, match=r"not UTF-8 text .* it begins as UTF-16 does: save it as UTF-8"):
+        list(read_documents(tmp_path / "a.txt"))
+
+
+def test_a_text_file_is_one_document_or_one_a_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\n two\n", encoding="utf-8")
+    assert [d.text for d in read_documents(tmp_path / "a.txt")] == ["one\n\n two\n"]
+    assert [d.text for d in read_documents(tmp_path / "a.txt", by_line=True)] == ["one", " two"]
+    assert [d.text for d in read_documents(tmp_path, by_line=True)] == ["one", " two"]
+
+
+def test_the_rest_of_a_split_document_has_no_leading_token_where_there_is_none() -> None:
+    packed = pack([ids(11, 12, 13, 14)], 3, None, PAD)
+    assert packed.tokens.tolist() == [[11, 12, 13], [14, PAD, PAD]]

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.support.tiny_live import PROMPT, hooks_left
-from tokenizers import Tokenizer
 
 from visitlens.errors import InputError, MemoryLimitError
 from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.live.live_run import LiveRun
-from visitlens.probe.live.prompts import encode
 
 # Limits and bad input
 
@@ -29,8 +27,8 @@ def test_the_limit_is_the_smaller_of_the_given_and_the_models(make_live: Callabl
         live.run("")
 
 
-def test_bos_is_put_before_a_prompt_once(tokenizer: Tokenizer) -> None:
-    assert encode("a", tokenizer, 0, 9).tolist() == encode("<bos>a", tokenizer, 0, 9).tolist()
+def test_bos_is_put_before_a_prompt_once(live: LiveModel) -> None:
+    assert live.run("a").tokens.tolist() == live.run("<bos>a").tokens.tolist()
 
 
 def test_wrong_places_are_named(live: LiveModel, run: LiveRun) -> None:

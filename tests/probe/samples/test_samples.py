@@ -124,3 +124,25 @@ def test_a_slice_of_few_documents_has_no_interval_and_a_rare_one_has(make_text: 
     assert np.isnan(low[few]) and stat.values[few] == 1
     assert 3 <= low[rare] < stat.values[rare] < high[rare] <= 7  # some replicates draw none of the five
     assert np.isnan(stat.replicates[:, rare]).any() and low[most] < high[most]
+
+
+class NoBOS:
+    """A configuration without special tokens."""
+
+    bos_token_id = eos_token_id = pad_token_id = None
+    vocab_size, context_length = CONFIG.vocab_size, 1024
+
+
+def test_dyck_prompts_of_a_model_without_bos_begin_with_their_own_first_token() -> None:
+    led = Sample.of_dyck(TOKENIZER, CONFIG, prompts=2, shots=(1,), seed=3)
+    bare = Sample.of_dyck(TOKENIZER, NoBOS, prompts=2, shots=(1,), seed=3)
+    for number in range(2):
+        ours, theirs = (sample.contexts.segments == number for sample in (bare, led))
+        assert bare.contexts.tokens[ours].tolist() == led.contexts.tokens[theirs].tolist()[1:]
+        assert bare.counted[ours].tolist() == led.counted[theirs].tolist()[1:]
+    assert bare.counts.tolist() == led.counts.tolist()
+
+
+def test_a_context_of_0_is_no_missing_number() -> None:
+    with pytest.raises(InputError, match="at least 2 positions, got 0"):
+        Sample.of_text(["a b c"], TOKENIZER, CONFIG, context_length=0)

@@ -1,0 +1,80 @@
+"""A tokenizer as visitlens uses it: what it must offer, how one is read, and a copy without stored truncation and padding. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from visitlens.errors import CheckpointError, InputError
+
+
+class Encoding(Protocol):
+    """One text's token ids, and the characters [start, stop) that each token stands for."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    @property
+    def offsets(self) -> list[tuple[int, int]]: ...
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What visitlens needs of a tokenizer; `tokenizers.Tokenizer` is one. Ids are without special tokens where
+    `add_special_tokens` is False."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoding: ...
+    def encode_batch(self, input: list[str], *, add_special_tokens: bool = True) -> Sequence[Encoding]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, id: int) -> str | None: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def get_vocab_size(self) -> int: ...
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a `tokenizer.json`, without the truncation and padding that it may have been saved with.
+
+    Raises:
+        CheckpointError: no file there, or not one that the package tokenizers reads.
+    """
+    from tokenizers import Tokenizer as OfTokenizers
+
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: no such file; expected a tokenizer.json, as tokenizers.Tokenizer's save writes it"
+        )
+    try:
+        return _unbounded(OfTokenizers.from_file(str(file)))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{file}: not a readable tokenizer file ({error})") from error
+
+
+def own_tokenizer(given: Any) -> Tokenizer:
+    """A tokenizer of the caller's as visitlens uses it: a copy, without the truncation and padding that the caller's may carry
+    (one of transformers keeps those of its last call). The caller's object stays as it is.
+
+    Raises:
+        InputError: no tokenizer, or one that carries truncation or padding and can't be copied.
+    """
+    inside = getattr(given, "backend_tokenizer", given)  # what lies inside a fast one of transformers
+    if not isinstance(inside, Tokenizer):
+        raise InputError(
+            f"expected the model's tokenizer (of tokenizers, or a fast one of transformers), got {given!r:.200}"
+        )
+    if not hasattr(inside, "to_str"):
+        return inside  # a class of the caller's own, which has no such settings
+    try:
+        copy = type(inside).from_str(inside.to_str())  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:  # tokenizers raises bare Exception: parts written in Python can't be copied
+        if getattr(inside, "truncation", None) is None and getattr(inside, "padding", None) is None:
+            return inside
+        raise InputError(
+            f"the tokenizer truncates or pads every text and can't be copied ({error}): call its no_truncation() and no_padding()"
+        ) from error
+    return _unbounded(copy)
+
+
+def _unbounded(tokenizer: Any) -> Any:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
