@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import VISITED, Captured
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.hooks.core.model_interface import InstrumentedModel
+from visitlens.hooks.core.model_interface import InstrumentedModel, check_tensor
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.intervention import per_token
 from visitlens.kernels.segments import Segments
@@ -140,6 +140,7 @@ class DocumentModel(InstrumentedModel):
         return None if not new.requires_grad and torch.equal(new, value) else new
 
     def _check(self, tokens: Tensor, segments: Tensor | None) -> None:
+        check_tensor(tokens)
         if tokens.ndim != 2 or tokens.numel() == 0:
             raise InputError(f"expected token ids [context, position], at least one, got shape {tuple(tokens.shape)}")
         if segments is not None and segments.shape != tokens.shape:

@@ -80,6 +80,13 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_tensor(tokens: Any) -> None:
+    """Raises InputError: a text, say, where token ids are expected."""
+    if not hasattr(tokens, "numel"):
+        text = ": a text is run by vl.load(...).run(text)" if isinstance(tokens, str) else ""
+        raise InputError(f"expected token ids as a tensor [context, position], got {tokens!r:.60}{text}")
+
+
 def check_unbroken(cache: Any) -> None:
     """Raises InputError: a forward with this cache ended in an error."""
     if cache.broken:

@@ -29,8 +29,9 @@ class Generated:
 
 
 TokenChoice = int | Iterable[int] | str | Callable[[Tensor], Tensor] | Tensor | Generated | None
-"""Which tokens: positions in the context, "start" (of each segment), a boolean mask [context, position], a function
-from token ids [context, position] to such a mask, or `generated(...)`."""
+"""Which tokens: positions in the context (below 0 from the end of its text; of one that a model writes, from the end of the prompt),
+"start" (of each segment), a boolean mask [context, position], a function from token ids [context, position] to such a mask, or
+`generated(...)`."""
 
 
 class SiteValues(Protocol):
@@ -105,6 +106,16 @@ class Forward:
         starts = self.segments.starts().view(contexts, length) - torch.arange(contexts).unsqueeze(1) * length
         return starts.to(self.tokens.device)
 
+    @property
+    def ends(self) -> Tensor:
+        """[context, 1] where each context's text ends: behind its last real token; of a text that a model writes, behind the prompt."""
+        if self.prompt is not None:
+            return torch.full((len(self.tokens), 1), self.prompt, device=self.tokens.device)
+        length = self.tokens.shape[1]
+        places = torch.arange(1, length + 1, device=self.tokens.device)
+        last = torch.where(self.real.to(places.device), places, 0).amax(1, keepdim=True)
+        return last + self.offset
+
     def chosen(self, choice: TokenChoice) -> Tensor:
         """[context, position] bool."""
         contexts, length = self.tokens.shape
@@ -141,8 +152,11 @@ class Forward:
                     f"expected a boolean mask of tokens {tuple(self.tokens.shape)}, got {choice.dtype} {tuple(choice.shape)}"
                 )
             return choice.to(self.tokens.device)
-        wanted = torch.tensor(numbers(choice) or (), dtype=torch.long)
-        return torch.isin(positions, wanted.to(positions.device)).expand(contexts, length)
+        wanted = torch.tensor(numbers(choice) or (), dtype=torch.long, device=positions.device)
+        found = torch.isin(positions, wanted[wanted >= 0]).expand(contexts, length)
+        if not bool((wanted < 0).any()):
+            return found
+        return found | torch.isin(positions - self.ends, wanted[wanted < 0])  # -1 is the last one
 
     def other_documents(self, seed: int, there: Tensor | None = None) -> Tensor:
         """[context * position] for each token the flat index of a real token (of those `there`) of another segment, drawn

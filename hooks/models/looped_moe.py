@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.HookedRootModule import HookedRootModule
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.hooks.core.model_interface import check_unbroken
+from visitlens.hooks.core.model_interface import check_tensor, check_unbroken
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, RoutedSteps, at_least_float32
+from visitlens.hooks.models.hook_names import NamedHooks
 from visitlens.kernels.segments import Segments
 
 
@@ -134,7 +134,7 @@ class Unembedding(nn.Module):
         self.W_U = nn.Parameter(torch.empty(config.hidden_size, config.vocab_size))
 
 
-class LoopedMoE(HookedRootModule):
+class LoopedMoE(NamedHooks):
     """A looped MoE and, with an empty loop span, its Baseline.
 
     Call it with token ids [context, position] and, for packed contexts, segment ids of the same shape: attention
@@ -265,7 +265,7 @@ class LoopedMoE(HookedRootModule):
     ) -> tuple[dict, list, list]:
         """TransformerLens' own, except that `pos_slice` cuts positions of rotated queries and keys too: 4.3 cuts heads."""
         cache, forward, backward = super().get_caching_hooks(
-            names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice
+            self.names_chosen(names_filter), incl_bwd, device, remove_batch_dim, cache, pos_slice
         )
 
         def turned(save: Any, suffix: str) -> Any:
@@ -353,6 +353,7 @@ class LoopedMoE(HookedRootModule):
         return loss.masked_fill((segments[:, 1:] != segments[:, :-1]) | (segments[:, 1:] < 0), float("nan"))
 
     def _check(self, tokens: Tensor, segments: Tensor | None, cache: KVCache | None) -> None:
+        check_tensor(tokens)
         if tokens.ndim != 2 or tokens.numel() == 0:
             raise InputError(f"expected token ids [context, position], at least one, got shape {tuple(tokens.shape)}")
         low, high = int(tokens.min()), int(tokens.max())

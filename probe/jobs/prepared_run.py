@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -283,7 +283,8 @@ def record(
     """Records a model over text, as `visitlens record` does, and opens the recording; `plan_recording` says before how
     large it will be.
 
-    `changes` are further fields of `RunRequest`, for example `max_tokens=10_000`, `dtype="bfloat16"` or `workers=4`.
+    `changes` are further fields of `RunRequest` or of its `RecordingOptions`, for example `max_tokens=10_000`, `dtype="bfloat16"`,
+    `workers=4` or `batch=8`.
 
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
@@ -309,7 +310,12 @@ def plan_recording(
         raise InputError(
             f"{out}: expected a folder; `visitlens record` writes into object stores, and `visitlens.open` reads there"
         )
-    options = RecordingOptions(level=level, sites=tuple(sites))
+    kept = {f.name for f in fields(RecordingOptions)}
+    options = RecordingOptions(level=level, sites=tuple(sites), **{n: v for n, v in changes.items() if n in kept})
+    changes = {name: value for name, value in changes.items() if name not in kept}
+    if unknown := [name for name in changes if name not in {f.name for f in fields(RunRequest)}]:
+        known = sorted(kept | {f.name for f in fields(RunRequest)} - {"options"})
+        raise InputError(f"no option {unknown[0]!r}; there are {', '.join(known)}")
     request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
     return PreparedRun(request)
 

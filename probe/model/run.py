@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
+from visitlens.hooks.capture.sampling import Sampling
 from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
@@ -94,15 +95,20 @@ class Run:
         awaited = self.prompt_length is None and any(isinstance(i.place.token, Generated) for i in chain)
         return run if awaited else self._checked(run)  # what isn't written yet is chosen by `generate`
 
-    def generate(self, max_new_tokens: int = 32) -> Run:
-        """The text continued greedily under this run's interventions, to the end-of-text token at most: a run of all of it.
+    def generate(self, max_new_tokens: int = 32, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Run:
+        """The text continued under this run's interventions, to the end-of-text token at most: a run of all of it. Greedily at
+        temperature 0; else drawn as `visitlens record --generate` draws the first prompt's tokens (`hooks.capture.sampling.Sampling`).
 
         `token=do.generated(0)` is the first token written; `generated` is the text written. A later visit of each new token takes
         from that token's own earlier visit.
 
         Raises:
-            InputError: texts of different lengths, a model that keeps no cache, or what can't be done token by token.
+            InputError: texts of different lengths, a model that keeps no cache, what can't be done token by token, or a
+                temperature, top_p or seed that greedy generation wouldn't use.
         """
+        sampling = Sampling(temperature, top_p, seed)
+        if seed and not temperature:
+            raise InputError(f"seed {seed} is of sampling: give a temperature above 0 too")
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise InputError(f"expected at least 1 new token, got {max_new_tokens!r}")
         if bool((self.segment_ids < 0).any()):
@@ -110,7 +116,7 @@ class Run:
         # The last token is written and not run here: what acts on it shows in the run of the whole text.
         with self._intervened(must_match=False):
             stop = self.model.encoder.eos.id if len(self.token_ids) == 1 else None
-            tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop)
+            tokens = generate(self.model.native, self.token_ids, max_new_tokens, stop, sampling.chooser())
         segments = self.segment_ids[:, :1].expand_as(tokens).contiguous()
         prompt = self.token_ids.shape[1] if self.prompt_length is None else self.prompt_length
         run = Run(self.model, tokens, segments, self.interventions, prompt)

@@ -70,3 +70,57 @@ def test_a_configuration_survives_its_dictionary(make_model: ModelFactory) -> No
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(make_model: ModelFactory) -> None:
     one, same, other = (make_model(2, seed=seed).blocks[1].mlp.W_in for seed in (4, 4, 5))
     assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+# TransformerLens' calls: one line that says what there is
+
+
+TOKENS = torch.tensor([[0, 4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("typo", r"no hook point 'typo'; names are hook_embed and blocks\.LAYER\.visit\.VISIT\.POINT, layers 0 to 3"),
+        ("blocks.9.attn.hook_z", "no hook point 'blocks.9.attn.hook_z'; names are"),
+        ("blocks.1.visit.2.attn.hook_y", r"no hook point 'attn\.hook_y' in layer 1; it has hook_resid_pre, "),
+        ("blocks.1.visit.3.attn.hook_z", "no visit 3 of layer 1: it runs 2 times"),
+        (None, "no hook point None"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_told(name: str, message: str, make_model: ModelFactory) -> None:
+    model = make_model(2)
+    with pytest.raises(InputError, match=message):
+        model.run_with_cache(TOKENS, names_filter=[name])
+    with pytest.raises(InputError, match=message):
+        model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda value, hook: value)])
+    assert not any(point.has_hooks() for point in model.hook_dict.values())
+
+
+def test_a_name_without_a_visit_is_every_visit_to_read_and_must_be_said_to_change(make_model: ModelFactory) -> None:
+    model = make_model(2)
+    names = [f"blocks.1.visit.{visit}.attn.hook_z" for visit in (1, 2)]
+    for name in ("blocks.1.attn.hook_z", "blocks.1.visit.*.attn.hook_z"):
+        assert list(model.run_with_cache(TOKENS, names_filter=name)[1]) == names
+    seen: list[str] = []
+    model.run_with_hooks(
+        TOKENS, fwd_hooks=[("blocks.1.visit.*.attn.hook_z", lambda value, hook: seen.append(hook.name))]
+    )
+    assert seen == names
+    with pytest.raises(InputError, match=r"layer 1 runs 2 times: name the visit, blocks\.1\.visit\.1\.attn\.hook_z"):
+        model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.1.attn.hook_z", lambda value, hook: value)])
+    once = model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", lambda value, hook: 0 * value)])
+    assert not torch.equal(once, model(TOKENS)), "a layer that runs once needs no visit"
+
+
+def test_a_hook_function_that_returns_another_shape_is_told(make_model: ModelFactory) -> None:
+    name = "blocks.0.visit.1.attn.hook_z"
+    with pytest.raises(InputError, match=rf"{name} returned a value of shape \(1, 4, 1, 4\), expected \(1, 4, 4, 4\)"):
+        make_model(2).run_with_hooks(TOKENS, fwd_hooks=[(name, lambda value, hook: value[:, :, :1])])
+
+
+def test_a_text_where_token_ids_belong_is_told(make_model: ModelFactory) -> None:
+    model = make_model(2)
+    for work in (lambda: model("text"), lambda: model.run_with_cache("text"), lambda: model.run_with_hooks("text")):
+        with pytest.raises(InputError, match=r"got 'text': a text is run by vl\.load\(\.\.\.\)\.run\(text\)"):
+            work()

@@ -261,3 +261,53 @@ def test_an_experiment_from_the_model(model: Model, tmp_path: Path) -> None:
     assert results.skip_block.documents == 2
     assert "2·1" in results.skip_visit._repr_html_() and "<svg" in results.skip_block.sel(slice="text")._repr_html_()
     assert len(model.dyck(prompts=1, shots=(1,)).prompts) == 1
+
+
+# Places from the end, and drawn text
+
+
+def test_minus_1_is_the_last_token_of_each_text(model: Model, run: Run) -> None:
+    last = len(run.tokens) - 1
+    changed = run.with_(vl.do.zero("attn_write", token=-1))
+    assert torch.equal(changed.logits, run.with_(vl.do.zero("attn_write", token=last)).logits)
+    moved = (
+        (changed.logits - run.logits).abs().amax(-1)
+    )  # logits of size 10; experts run in other groups, so others move by rounding
+    assert moved[:last].max() < 1e-3 < 0.1 < moved[last]
+    several = model.run([TEXT, "Short."])
+    short = len(model.run("Short.").tokens) - 1
+    there = (
+        several.diff(several.with_(vl.do.zero("moe_write", layer=7, token=-1))).site("moe_write", 7).abs().sum(-1) > 0
+    )
+    assert there.nonzero().tolist() == [[0, last], [1, short]], "padding is no part of a text"
+    with pytest.raises(InputError, match="matched nothing"):
+        run.with_(vl.do.zero("attn_write", token=-last - 2))
+
+
+def test_minus_1_is_the_prompts_last_token_of_a_text_that_the_model_writes(model: Model, run: Run) -> None:
+    written = run.with_(vl.do.zero("attn_write", token=-1)).generate(3)
+    at = vl.do.zero("attn_write", token=len(run.tokens) - 1)
+    assert torch.equal(written.logits, model.run(written.token_ids, at).logits)
+
+
+def test_text_is_drawn_from_a_seed(run: Run) -> None:
+    drawn = [run.generate(8, temperature=1.0, top_p=0.95, seed=seed).token_ids for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+    assert torch.equal(run.generate(4, temperature=1.0, top_p=1e-6).token_ids, run.generate(4).token_ids)
+    for wrong, message in (
+        ({"top_p": 0.5}, "give a temperature above 0"),
+        ({"seed": 3}, "give a temperature above 0"),
+        ({"temperature": -1.0}, "at least 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run.generate(2, **wrong)
+
+
+def test_record_takes_the_options_of_what_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("A few words to record. " * 20)
+    rec = vl.record(PAIR["looped"], tmp_path / "t.txt", tmp_path / "a.vlens", batch=2, groups=4, context_length=32)
+    options = rec.recording.run["config"]["options"]
+    assert options.get("groups") == 4 and rec.recording.complete
+    with pytest.raises(InputError, match="no option 'bacth'; there are activation_tokens, attention, batch, "):
+        vl.record(PAIR["looped"], tmp_path / "t.txt", tmp_path / "b.vlens", bacth=2)
