@@ -16,6 +16,7 @@ from visitlens.hooks.adapters.document_model import Change, DocumentModel, Part,
 from visitlens.hooks.adapters.editor import StepEditor
 from visitlens.hooks.adapters.family import Family
 from visitlens.hooks.adapters.foreign_errors import forward_told
+from visitlens.hooks.adapters.mask_rules import MaskRules
 from visitlens.hooks.adapters.observer import StepObserver
 from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
 from visitlens.hooks.capture.capture import Captured
@@ -45,6 +46,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         self.plan = ExecutionPlan.from_layers(self.anatomy.order)
         self.config = family.facts(model, self.anatomy)
         self.body = family.body(model)
+        self.masks = MaskRules(self.config.family)
+        """What the masks that attention was given so far say of each step's rows."""
         self.cache: Cache | None = None
         """That of the forward at work."""
 

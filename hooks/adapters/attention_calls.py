@@ -27,7 +27,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 @dataclass(frozen=True)
 class AttentionCall:
     """`q [batch, head, query, d]`, `k, v [batch, kv head, key, d]`, `output [batch, query, head, d]`; `weights` [batch, head,
-    query, key] where the model itself formed them; `options` are the call's further arguments."""
+    query, key] where the model itself formed them; `options` are the call's further arguments, its `attention_mask` and
+    `scaling` among them."""
 
     q: Tensor
     k: Tensor
@@ -108,7 +109,8 @@ class _Wrapper:
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         # "eager" is in no registry: each file has its own.
         attend = self.original or sys.modules[type(module).__module__].eager_attention_forward
-        return _attend(module, q, k, v, lambda q, k, v: attend(module, q, k, v, *args, **options), options)
+        told = {"attention_mask": args[0], **options} if args else options
+        return _attend(module, q, k, v, lambda q, k, v: attend(module, q, k, v, *args, **options), told)
 
 
 @contextmanager
@@ -163,7 +165,10 @@ class _SeesSDPA(TorchFunctionMode):
             return func(q, k, v, *args[3:], **rest).transpose(1, 2), None
 
         q, k, v = (named[name] for name in ("query", "key", "value"))
-        output, _ = _attend(self.module, q, k, v, attend, {"scaling": kwargs.get("scale")})
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.ndim)]
+        output, _ = _attend(self.module, q, k, v, attend, {"scaling": kwargs.get("scale"), "attention_mask": mask})
         return output.transpose(1, 2)
 
 

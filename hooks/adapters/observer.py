@@ -40,6 +40,7 @@ class StepObserver:
         self.there: Tensor | None = None  # [batch, position] which tokens are at the step, where not all are
         self._routed: dict[nn.Module, Tensor] = {}  # the last value there, of what says which tokens come next
         self._handles: list[Any] = []
+        self._masks = adapted.masks
 
     def install(self) -> None:
         body = self.adapted.body
@@ -175,6 +176,7 @@ class StepObserver:
         # Afresh: the last forward may have ended in an error.
         self.clock, self.step = VisitClock(self.adapted.plan, self.adapted.anatomy.ragged), None
         self._routed.clear()
+        self._masks.begin()
         self.whole = next((x.shape[0], x.shape[1]) for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         positions = kwargs.get("position_ids")
         if positions is not None and positions.shape[-1] > 1 and bool((positions.diff(dim=-1) <= 0).any()):
@@ -241,7 +243,9 @@ class StepObserver:
         if self.step is None:
             return
         wanted, new = self.captured.sites, call.q.shape[2]
-        rule = self.captured.rules[self.step] = self._rule(call)
+        rule = self.captured.rules[self.step] = self._masks.joined(
+            self.step, self._rule(call), call, first=self.adapted.part is None or self.adapted.part.first
+        )
         per_token = {"Q": call.q.transpose(1, 2), "PV": call.output}
         per_token |= {"K": call.k[:, :, -new:].transpose(1, 2), "V": call.v[:, :, -new:].transpose(1, 2)}
         for site, value in per_token.items():
@@ -269,12 +273,13 @@ class StepObserver:
     def _pattern(self, call: AttentionCall, rule: AttentionRule) -> Tensor:
         if call.weights is not None:
             return call.weights
-        if rule.from_map:
+        if rule.from_map and not rule.masked:
             raise InputError(
                 f"{self.adapted.config.family} doesn't give its attention weights in this setting; "
                 'load it with attn_implementation="eager" to read site P'
             )
-        return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2)).to(call.q.dtype)
+        mask = call.options.get("attention_mask") if rule.masked else None
+        return rule.pattern(call.q.transpose(1, 2), call.k.transpose(1, 2), mask).to(call.q.dtype)
 
     def _store(self, site: str, value: Tensor) -> Tensor | None:
         """Keeps a value; what it returns, which is nothing here, takes the value's place."""

@@ -25,6 +25,9 @@ _NEAR_HALF = 5e-2
 expert of a token here and there, so the median over tokens counts, elsewhere the largest."""
 
 
+_LAST_QUERIES = 64
+
+
 @dataclass(frozen=True)
 class Guard:
     """`ok` is None where the model doesn't allow the check, or where the result is a fact about it and no condition."""
@@ -65,6 +68,28 @@ def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         _padding(model, tokens),
         _caching(model, tokens),
     ]
+
+
+@torch.no_grad()
+def rows_of_length(model: AdaptedModel, length: int) -> Guard:
+    """The guard of attention rows on one document as long as those of a recording, by its last queries: a window, or a mask that
+    only longer documents are given, leaves out keys there. One forward over `length` tokens."""
+    name = f"attention rows at {length:,} tokens"
+    if why := next((model.config.missing[site] for site in ("P", "PV") if site in model.config.missing), None):
+        return Guard(name, None, why)
+    captured = _observe(model, ["Q", "K", "V", "PV"], sample_tokens(model, length))
+    groups = model.config.num_heads // model.config.num_kv_heads
+    worst, last = 0.0, slice(-_LAST_QUERIES, None)
+    for step in _steps(captured, "PV"):
+        rule, there = captured.rules[step], captured.held(VISITED, step)
+        if there is not None and not bool(there.all()):
+            continue  # of documents of any length, the guard on few tokens compares those
+        v = captured.at("V", step)[0].repeat_interleave(groups, dim=1).transpose(0, 1)
+        q, k = captured.at("Q", step)[0, last], captured.at("K", step)[0]
+        p = captured.at("P", step)[0, :, last] if rule.from_map else rule.pattern(q, k)
+        context = (p.to(v.dtype) @ v).transpose(0, 1)
+        worst = max(worst, difference(context.unsqueeze(0), captured.at("PV", step)[:, last]))
+    return Guard(name, worst < tolerance(model), f"P V = PV at the last queries, within {worst:.1e} of its size")
 
 
 def sample_tokens(model: AdaptedModel, length: int = 24) -> Tensor:

@@ -24,7 +24,8 @@ _TOP = 8
 class AttentionRule:
     """`scale` of the scores; `window`: keys a query sees, itself included; `sinks [head]`: logits of a slot that takes
     mass and gives nothing, so that a row sums to 1 with it; `soft_cap` of the scores; `from_map`: rows can't be had from Q and K, P is kept;
-    `among_visited`: keys are only the tokens that are at the visit."""
+    `among_visited`: keys are only the tokens that are at the visit; `masked`: a mask that the model was given leaves out
+    keys, or adds to scores, otherwise than by a window: P alone says how (`from_map` then, too)."""
 
     scale: float
     window: int | None = None
@@ -33,23 +34,28 @@ class AttentionRule:
     soft_cap: float | None = None
     from_map: bool = False
     among_visited: bool = False
+    masked: bool = False
 
     @property
     def in_kernels(self) -> bool:
         """Whether the kernels form these rows from Q and K."""
         return self.causal and not self.from_map and not self.among_visited
 
-    def pattern(self, q: Tensor, k: Tensor) -> Tensor:
+    def pattern(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
         """P [..., head, query, key] of whole documents: q [..., token, head, d], k [..., token, kv head, d]. Of fewer queries
-        than keys, these are the last ones: tokens generated behind a cache."""
+        than keys, these are the last ones: tokens generated behind a cache. `mask [..., head or 1, query, key]`, True where a
+        query sees a key or what is added to its score, takes the place of what is visible by the rule; a query without
+        keys has a row of zeros."""
         spread = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
         q, spread = (x if x.dtype == torch.float64 else x.float() for x in (q, spread))
         scores = q.transpose(-3, -2) @ spread.movedim(-3, -1) * self.scale
         if self.soft_cap is not None:
             scores = self.soft_cap * (scores / self.soft_cap).tanh()
-        scores = scores.masked_fill(~self.visible(k.shape[-3], q.device, q.shape[-3]), -torch.inf)
+        if mask is None:
+            mask = self.visible(k.shape[-3], q.device, q.shape[-3])
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         if self.sinks is None:
-            return scores.softmax(-1)
+            return scores.softmax(-1).nan_to_num() if self.masked else scores.softmax(-1)
         slot = self.sinks.to(scores).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         return torch.cat([scores, slot], dim=-1).softmax(-1)[..., :-1]
 
@@ -82,7 +88,10 @@ def map_overlaps(
             continue
         maps = [pattern_of(v, start, end) for v in range(visits)]
         heads = maps[0].shape[0]
-        seen = [rule.visible(end - start, maps[0].device).sum(-1) for rule in rules]
+        seen = [
+            (p > 0).sum(-1) if rule.masked else rule.visible(end - start, p.device).sum(-1)
+            for rule, p in zip(rules, maps, strict=True)
+        ]
         tops = [_top(p) for p in maps] if overlaps else []
         for v, p in enumerate(maps):
             entropy = torch.special.entr(p).sum(-1)  # over keys; what a learned sink takes is no outcome

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -248,6 +248,9 @@ class StepValues:
                 keys[:, step] = lengths.repeat_interleave(lengths)
             if rule.window is not None:
                 keys[:, step].clamp_(max=rule.window)
+            if rule.masked:
+                for start, end in self.segments.spans:
+                    keys[start:end, step] = (self._document_map(step, start, end) > 0).sum(-1).amax(0).cpu()
         return keys
 
     @cached_property
@@ -276,10 +279,10 @@ class StepValues:
             return self._no_rows(len(steps))
         rules = [self._captured.rules.get(step, self._captured.rules.get(steps[0])) for step in steps]
         visits = [self._queries_and_keys(step) for step in steps]
-        first = next((rule for rule in rules if rule is not None and rule.among_visited), rules[0]) or AttentionRule(
-            visits[0][0].shape[-1] ** -0.5
-        )  # the same at every visit of a layer
-        if first.in_kernels:
+        plain = AttentionRule(visits[0][0].shape[-1] ** -0.5)
+        rules = [rule or plain for rule in rules]
+        first, alike = rules[0], len({(rule.window, rule.soft_cap, rule.scale) for rule in rules}) == 1
+        if alike and all(rule.in_kernels for rule in rules):
             fixed = {"window": first.window, "soft_cap": first.soft_cap, "sinks": first.sinks}
             if overlaps:
                 return visit_overlaps(visits, self.segments, first.scale, self._implementation, **fixed)
@@ -287,7 +290,7 @@ class StepValues:
             return VisitOverlaps(rows, {}, None)
 
         def pattern(visit: int, start: int, end: int) -> Tensor:
-            rule, there = cast(AttentionRule, rules[visit]), self.visited(steps[visit])
+            rule, there = rules[visit], self.visited(steps[visit])
             if rule.from_map:
                 return self._document_map(steps[visit], start, end)
             q, k = (x[start:end] for x in visits[visit])
@@ -298,7 +301,7 @@ class StepValues:
             p[:, at[:, None], at] = rule.pattern(q[at], k[at])
             return p
 
-        return map_overlaps(cast(list[AttentionRule], rules), pattern, self.segments, overlaps)
+        return map_overlaps(rules, pattern, self.segments, overlaps)
 
     def _document_map(self, step: int, start: int, end: int) -> Tensor:
         """[head, query, key] of one document, from the captured map [context, head, query, key]."""

@@ -38,6 +38,11 @@ class PackedTokens:
         return int((self.segments >= 0).sum())
 
     @property
+    def longest_segment(self) -> int:
+        """Tokens of the longest piece of a document that runs by itself."""
+        return int(np.bincount(self.segments[self.segments >= 0]).max(initial=0))
+
+    @property
     def sha256(self) -> str:
         digest = hashlib.sha256()
         written = () if self.generated is None else (self.generated,)

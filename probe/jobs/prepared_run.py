@@ -19,7 +19,7 @@ import torch
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
-from visitlens.hooks.audit.guards import conditions, sample_tokens
+from visitlens.hooks.audit.guards import conditions, rows_of_length, sample_tokens
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
@@ -194,6 +194,7 @@ class PreparedRun:
         if not self.request.checks or not isinstance(self.model, AdaptedModel):
             return []
         found = conditions(self.model, sample_tokens(self.model))
+        found.append(rows_of_length(self.model, self.contexts.longest_segment))
         # Its cache matters where it generates, and is checked there.
         failed = [guard for guard in found if guard.ok is False and guard.name != "cached generation"]
         if failed:

@@ -68,7 +68,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from visitlens.kernels import attention_rows_triton as kernels
+from visitlens.kernels.attention import rows_triton as kernels
 
 pointers = dict(starts="*i32", sets="*i8", tops="*i64", q="*bf16", k="*bf16", q2="*bf16", k2="*bf16", scale="fp32", cap="fp32")
 pointers |= dict.fromkeys(("sinks", "bias", "values", "log_sums", "other_log_sums", "out"), "*fp32")
