@@ -24,7 +24,7 @@ class MaskRules:
         self._known: dict[int, AttentionRule] = {}
         self._longest: dict[int, int] = {}  # keys of the longest call at a step that showed no window
         self._everywhere = False  # maps are kept at every step: a mask came up in the middle of a forward
-        self._read: dict[int, tuple[Tensor, int, int | None, AttentionRule]] = {}  # by identity: layers share one
+        self._read: dict[int, tuple[Tensor, int, int | None, int | None, bool]] = {}  # by identity: layers share one
 
     def begin(self) -> None:
         """A forward begins: masks read before may be gone, and others lie where they lay."""
@@ -63,18 +63,21 @@ class MaskRules:
     def _by_mask(self, rule: AttentionRule, mask: Tensor, queries: int, keys: int) -> AttentionRule:
         """What one mask [batch or 1, head or 1, query, key] makes of the rule."""
         known = self._read.get(id(mask))
-        if known is not None and known[0] is mask and known[1:3] == (keys, rule.window):
-            return known[3]
-        shown = mask[..., :keys]
-        boolean = shown.dtype == torch.bool
-        allowed = shown if boolean else shown > torch.finfo(shown.dtype).min / 2
-        added = not boolean and bool((shown.masked_fill(~allowed, 0) != 0).any())
-        found = replace(rule, masked=True, from_map=True)
-        if not added and bool((allowed == rule.visible(keys, shown.device, queries)).all()):
-            found = rule
-        elif not added and rule.causal:
-            band = replace(rule, window=int(allowed[..., -1, :].sum(-1).max()) or 1)
-            if bool((allowed == band.visible(keys, shown.device, queries)).all()):
-                found = band
-        self._read[id(mask)] = (mask, keys, rule.window, found)
-        return found
+        if known is None or known[0] is not mask or known[1:3] != (keys, rule.window):
+            window, masked = self._shown(rule, mask[..., :keys], queries)
+            known = self._read[id(mask)] = (mask, keys, rule.window, window, masked)
+        _, _, _, window, masked = known
+        return replace(rule, window=window, masked=masked, from_map=masked)
+
+    def _shown(self, rule: AttentionRule, mask: Tensor, queries: int) -> tuple[int | None, bool]:
+        """The window that a mask shows, and whether it is anything else than causal within a window."""
+        keys, boolean = mask.shape[-1], mask.dtype == torch.bool
+        allowed = mask if boolean else mask > torch.finfo(mask.dtype).min / 2
+        if not boolean and bool((mask.masked_fill(~allowed, 0) != 0).any()):
+            return None, True
+        if bool((allowed == rule.visible(keys, mask.device, queries)).all()):
+            return rule.window, False
+        band = replace(rule, window=int(allowed[..., -1, :].sum(-1).max()) or 1)
+        if rule.causal and bool((allowed == band.visible(keys, mask.device, queries)).all()):
+            return band.window, False
+        return None, True

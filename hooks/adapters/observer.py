@@ -20,6 +20,7 @@ from visitlens.hooks.core.visit_clock import VisitClock
 if TYPE_CHECKING:
     from visitlens.hooks.adapters.adapted_model import AdaptedModel
 
+_STREAM = ("resid", "attn_write", "moe_write", "resid_out")
 _ATTENTION_SITES = ("Q", "K", "V", "P", "PV")
 _UNSEEN = {
     "registry": 'its attention goes past what is watched (load it with attn_implementation="sdpa")',
@@ -217,6 +218,27 @@ class StepObserver:
         self.step = self.clock.enter(layer).index
         if (visited := self.adapted.anatomy.layers[layer].visited) is not None:
             self._note_visited(visited, path, args, kwargs)
+        if self.places is None:
+            self._check_layout(tuple(hidden.shape))
+
+    def _check_layout(self, shape: tuple[int, ...]) -> None:
+        """Of what a layer is given: [context, position, ...], as the token ids are."""
+        if shape[:2] == self.whole:
+            return
+        batch, positions = self.whole
+        if shape[:2] == (positions, batch):
+            why = "its layers take [position, context, ...], which isn't read: transpose once before the loop and once behind it"
+        elif len(shape) > 1 and shape[0] == batch and shape[1] > positions:
+            why = (
+                f"its layers have {shape[1] - positions} positions more than there are tokens (a prefix, registers, or padding to a "
+                "multiple): values at them belong to no token, and visitlens reads models whose layers see the tokens alone"
+            )
+        else:
+            why = "a layer's first argument is its hidden state, one vector a token: let `modules` name the modules that take that"
+        raise InputError(
+            f"{self.adapted.plan.steps[self.step or 0]} was given values of shape {shape}, expected {self.whole} (contexts, positions) "
+            f"and a width: {why}"
+        )
 
     def _note_visited(self, visited: Visited, path: str, args: tuple, kwargs: dict) -> None:
         if visited.routes is not None:
@@ -292,10 +314,27 @@ class StepObserver:
         self.adapted.place(self.captured, site, self.step, value, shape)
         return None
 
+    def _check_tokens(self, site: str, shape: tuple[int, ...]) -> None:
+        """That a value has the layer's tokens, in its order: [context, position, ...], or flat ones."""
+        axes = len(SITES[site].axes)
+        tokens = (shape[0], shape[2]) if site == "P" and len(shape) == 4 else shape[: len(shape) - axes]
+        if tokens not in (self.shape, (self.shape[0] * self.shape[1],)):
+            raise InputError(
+                f"{self.adapted.plan.steps[self.step or 0]} gave {site!r} of shape {shape}, whose tokens are {tokens}, where the layer has "
+                f"{self.shape} (contexts, positions): read it where it is [context, position, ...], or flat in that order"
+            )
+
     def _check_shape(self, site: str, value: Tensor) -> None:
         """Of what has heads, experts or a k. What attention reads may be wider than the stream (Zamba)."""
         config, axes = self.adapted.config, SITES[site].axes
         expected = token_shape(site, config)
+        self._check_tokens(site, tuple(value.shape))
+        if site in _STREAM and value.shape[-1] != config.hidden_size:
+            raise InputError(
+                f"{self.adapted.plan.steps[self.step or 0]} gave {site!r} {value.shape[-1]} wide, where the residual stream of "
+                f"{config.family} is {config.hidden_size}: layers of different widths (an hourglass) aren't compared. Let `layers` name "
+                "those of one width, and `hidden_size` be it"
+            )
         found = tuple(value.shape[1:2] if site == "P" else value.shape[-len(axes) :])
         if found != expected and axes != ("hidden",):
             repeated = ". K and V count as attention gets them: where they are repeated for grouped queries, num_kv_heads is num_heads"

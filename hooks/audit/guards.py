@@ -52,7 +52,7 @@ def check(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
 
 @torch.no_grad()
 def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
-    """The guards that fail or pass: about a dozen forwards over the tokens [1, position], and one more for each of half of them.
+    """The guards that fail or pass: about fifteen forwards over the tokens [1, position], and one more for each of half of them.
 
     Raises:
         PlanError: the model leaves its plan.
@@ -65,6 +65,7 @@ def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         _rows(model, tokens),
         *_experts(model, tokens),
         _documents(model, tokens),
+        _layout(model, tokens),
         _padding(model, tokens),
         _caching(model, tokens),
     ]
@@ -239,6 +240,28 @@ def _documents(model: AdaptedModel, tokens: Tensor) -> Guard:
     worst = max(difference(together[:, :half], first), difference(together[:, half:], second))
     return Guard(
         "documents", worst < tolerance(model), f"a document among others is the document alone, within {worst:.1e}"
+    )
+
+
+def _layout(model: AdaptedModel, tokens: Tensor) -> Guard:
+    """Every site of two contexts that run side by side, against each context alone: values laid out otherwise are mixed."""
+    length = tokens.shape[1] // 2
+    both = torch.cat([tokens[:, :length], tokens[:, length : 2 * length]])
+    sites = [site for site in SITES if site not in ("P", "experts")]
+    together, worst, place = _observe(model, sites, both), 0.0, ""
+    for row in range(2):
+        alone = _observe(model, sites, both[row : row + 1])
+        for site in alone.sites:
+            for step in _steps(alone, site):
+                if (held := together.held(site, step)) is None:
+                    continue  # the loop ended earlier
+                off = difference(held[row : row + 1], alone.at(site, step))
+                if off > worst:
+                    worst, place = off, f", at most at {site} of {model.plan.steps[step]}"
+    return Guard(
+        "layout",
+        worst < tolerance(model),
+        f"each site of a context among others is that of the context alone, within {worst:.1e}{place}",
     )
 
 

@@ -12,6 +12,7 @@ import builtins
 import hashlib
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.abc import MetaPathFinder
@@ -97,11 +98,14 @@ def _options_of(load: Any) -> list[str]:
     return [name for name in names if name not in ("dtype", "device")]
 
 
+_CAST = "Casting complex values to real"
+"""What torch warns of."""
 _EXPECTED = "def load(folder, *, dtype, device, **options)"
 
 
 def _check(made: Any, file: Path, dtype: torch.dtype, device: str) -> None:
-    """That it is a model and its weights are as they were asked for; puts it into evaluation mode, without gradients."""
+    """That it is a model, on the device that was asked for; casts its weights where `load` hasn't, and puts it into evaluation
+    mode, without gradients."""
     module = made.model if isinstance(made, AdaptedModel) else made
     if not isinstance(module, nn.Module):
         raise CheckpointError(
@@ -110,11 +114,10 @@ def _check(made: Any, file: Path, dtype: torch.dtype, device: str) -> None:
         )
     weights = [p for p in module.parameters() if p.is_floating_point()]
     alike = sum(p.numel() for p in weights if p.dtype == dtype)
-    if 2 * alike < sum(p.numel() for p in weights):  # a router, say, may be kept in float32
-        found = next(p.dtype for p in weights if p.dtype != dtype)
-        raise CheckpointError(
-            f"{file}: load was asked for {dtype} and returned weights of {found}: end with .to(dtype)"
-        )
+    if 2 * alike < sum(p.numel() for p in weights):  # else `load` has cast them; a router, say, may be kept in float32
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():  # not complex tables
+                tensor.data = tensor.data.to(dtype)
     wanted = torch.empty(0, device=device).device
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != wanted:
@@ -128,20 +131,28 @@ def _check(made: Any, file: Path, dtype: torch.dtype, device: str) -> None:
 def _told(folder: Path, what: str) -> Iterator[None]:
     """An error of the folder's code as one of ours, which says where in that code it came up. What it prints goes to stderr, where
     no result of a command is; a default dtype that it sets, which later sums would be made in, is put back."""
-    before = torch.get_default_dtype()
+    before, always = torch.get_default_dtype(), torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # else a second load of a process casts in silence
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_CAST)
             yield
     except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{error.filename}:{error.lineno}"
         else:
             where = place_of(error) or str(folder / LOADER)
+        if isinstance(error, UserWarning) and _CAST in str(error):
+            raise CheckpointError(
+                f"{where}: {what} makes a complex tensor real, which throws half of it away: .to(dtype) does that to complex buffers, such "
+                "as tables of rotary embedding. Return the model without .to(dtype): visitlens casts floating-point tensors alone"
+            ) from error
         name = "" if isinstance(error, VisitlensError) else f"{type(error).__name__}: "
         kind = InputError if isinstance(error, InputError) else CheckpointError
         raise kind(f"{where}: {what} failed ({name}{error})") from error
     finally:
         torch.set_default_dtype(before)
+        torch.set_warn_always(always)
 
 
 # Importing

@@ -154,12 +154,18 @@ class LoopedMoE(NamedHooks):
         self.ln_final = RMSNorm(config.hidden_size, config.norm_eps)
         if not config.tie_embeddings:
             self.unembed = Unembedding(config)
-        cpu = torch.device("cpu")  # also where the parameters are made on the meta device
-        frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, device=cpu).float() / config.head_dim)
-        angles = torch.outer(torch.arange(config.context_length, device=cpu).float(), frequencies)
-        self.register_buffer("rotary_cos", angles.cos(), persistent=False)
-        self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+        cos, sin = _rotary_tables(config, torch.float32)
+        self.register_buffer("rotary_cos", cos, persistent=False)
+        self.register_buffer("rotary_sin", sin, persistent=False)
         self.setup()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LoopedMoE:
+        """As torch's; rotary tables of a float64 model are computed in float64, not cast."""
+        super()._apply(fn, recurse)
+        if self.rotary_cos.dtype == torch.float64:
+            cos, sin = _rotary_tables(self.config, torch.float64)
+            self.rotary_cos, self.rotary_sin = (table.to(self.rotary_cos.device) for table in (cos, sin))
+        return self
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -370,3 +376,12 @@ class LoopedMoE(NamedHooks):
         end = tokens.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.context_length:
             raise InputError(f"{end} positions exceed the model's context of {self.config.context_length}")
+
+
+def _rotary_tables(config: LoopedMoEConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [position, head_dim / 2], on the CPU, also where the parameters are made on the meta device."""
+    cpu = torch.device("cpu")
+    halves = torch.arange(0, config.head_dim, 2, device=cpu).to(dtype)
+    frequencies = config.rope_theta ** (-halves / config.head_dim)
+    angles = torch.outer(torch.arange(config.context_length, device=cpu).to(dtype), frequencies)
+    return angles.cos(), angles.sin()

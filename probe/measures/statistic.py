@@ -143,8 +143,9 @@ def update_rms(values: StepValues, geometry: Geometry) -> Tensor:
 
 
 def site_rms(values: StepValues, geometry: Geometry, site: str) -> Tensor:
-    """[token, step] of a site as wide as the residual stream."""
-    return rms(stack([values.norm(site, s) for s in range(len(geometry.plan))]), geometry.hidden_size)
+    """[token, step] of a site with one vector a token, by the vector's own width: what attention reads may be wider than the
+    residual stream (Zamba)."""
+    return stack([rms(values.norm(site, s), values.site(site, s).shape[-1]) for s in range(len(geometry.plan))])
 
 
 def present(values: StepValues, step: int) -> Tensor:

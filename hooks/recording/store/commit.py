@@ -38,8 +38,8 @@ class Aside:
         self.size, self.sha256 = 0, ""
         self.error: OSError | None = None
         self._position = 0
-        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts never share a file
-        self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self.partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")  # two attempts never share a file
+        self._descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -84,7 +84,7 @@ class Aside:
             digest = pool.submit(self._digest)  # while the disk is at work
             os.fsync(self._descriptor)
             self.sha256 = digest.result()
-        self._partial.rename(self.path)
+        self.partial.rename(self.path)
         sync_folder(self.path.parent)
 
     def _digest(self) -> str:
@@ -94,7 +94,7 @@ class Aside:
 
     def close(self) -> None:
         os.close(self._descriptor)
-        self._partial.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
 
 
 @contextmanager

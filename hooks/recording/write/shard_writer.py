@@ -11,12 +11,13 @@ import h5py
 import numpy as np
 import torch
 
-from visitlens.errors import InputError
+from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.capture.generation import replay
 from visitlens.hooks.core.model_interface import InstrumentedModel
-from visitlens.hooks.core.sites import SITES
+from visitlens.hooks.core.sites import SITES, token_shape
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.store.commit import committing
 from visitlens.hooks.recording.store.object_store import ObjectStore
 from visitlens.hooks.recording.write.ledger import Shard, ShardTask
@@ -33,6 +34,17 @@ def dtype_of(model: Any) -> torch.dtype:
     """The model's own word for it, or its first parameter's."""
     declared = getattr(model, "dtype", None)
     return declared if isinstance(declared, torch.dtype) else next(model.parameters()).dtype
+
+
+def check_readable(written: Path) -> None:
+    """Raises RecordingError: the reader's own rules refuse a file that is about to be committed."""
+    try:
+        with passed(written) as gated:
+            schema.read_totals(gated)
+    except RecordingError as error:
+        raise RecordingError(
+            f"{error}. This is what was just written, and nothing of it is kept; what was committed before stays. Please report it"
+        ) from error
 
 
 class ShardWriter:
@@ -157,6 +169,12 @@ class ShardWriter:
         start, stop = max(start - first, 0), min(stop - first, values.segments.num_tokens)
         if start < stop:
             stacked = torch.stack([values.site(name, s)[start:stop] for s in range(len(self.model.plan))]).cpu()
+            expected = token_shape(name, self.model.config)
+            if tuple(stacked.shape[2:]) != expected:
+                raise InputError(
+                    f"{name} of this model is {tuple(stacked.shape[2:])} a token, and a recording keeps {expected}: leave {name} out of "
+                    "the sites"
+                )
             # NumPy has no bfloat16: the bits are kept as u2, with the logical dtype beside them.
             array = stacked.view(torch.uint16) if stacked.dtype == torch.bfloat16 else stacked
             shard.keep(str(SITES[name].dataset), array.numpy(), token_start=first + start)
@@ -173,14 +191,17 @@ class ShardWriter:
             "context_count": shard.contexts,
         }
         path = self.path / schema.SHARDS / task.name
-        with committing(path, shard.nbytes) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
-            for axis in ("layer", "visit", "index"):
-                name = "step" if axis == "index" else axis
-                file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
-            shard.write(file, self.dtype)
-            schema.write_totals(file, totals)
-            schema.write_documents(file, documents)
-            schema.write_header(file, run, {**numbers, "complete": 1})
+        with committing(path, shard.nbytes) as aside:
+            with h5py.File(aside, "w", libver=schema.LIBVER) as file:
+                for axis in ("layer", "visit", "index"):
+                    name = "step" if axis == "index" else axis
+                    file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
+                shard.write(file, self.dtype)
+                schema.write_totals(file, totals)
+                schema.write_documents(file, documents)
+                schema.write_header(file, run, {**numbers, "complete": 1})
+            if aside.error is None:
+                check_readable(aside.partial)
         entry = {"name": task.name, "bytes": aside.size, "sha256": aside.sha256, **numbers}
         shard_ = Shard(entry, dict(run), totals, documents)
         if self.store is None:

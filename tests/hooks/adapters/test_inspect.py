@@ -77,7 +77,17 @@ def test_the_adapter_of_the_documentation_keeps_its_contract() -> None:
     model = adapt(transformers.GPT2LMHeadModel(config), names["GPT2"]())
     guards = check(model, torch.randint(0, 61, (1, 16)))
     kept = [guard.name for guard in guards if guard.ok]
-    assert kept == ["observation", "plan", "writes", "attention rows", "documents", "padding", "cached generation"]
+    expected = [
+        "observation",
+        "plan",
+        "writes",
+        "attention rows",
+        "documents",
+        "layout",
+        "padding",
+        "cached generation",
+    ]
+    assert kept == expected
 
 
 def test_the_command_inspects_folders(

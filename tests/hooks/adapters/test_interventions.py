@@ -274,7 +274,7 @@ def test_sdpa_stays_in_use_unless_the_pattern_is_changed(adapted: Adapted, monke
     formed: list[int] = []
     attended: list[int] = []
     rows, sdpa = AttentionRule.pattern, torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(AttentionRule, "pattern", lambda self, q, k: formed.append(1) or rows(self, q, k))
+    monkeypatch.setattr(AttentionRule, "pattern", lambda *given: formed.append(1) or rows(*given))
     monkeypatch.setattr(
         torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: attended.append(1) or sdpa(*a, **k)
     )

@@ -119,7 +119,10 @@ def mask_of(length):
     for length in (20, 40):
         with capture(model, ["Q", "K"]) as captured:
             model(TOKENS[:1, :length])
-        [first] = {round(float(row.sink_mass.sum()), 4) for row in StepValues(captured, SEGMENTS[:1, :length]).attention_rows[:1]}
+        [first] = {
+            round(float(row.sink_mass.sum()), 4)
+            for row in StepValues(captured, SEGMENTS[:1, :length]).attention_rows[:1]
+        }
         assert first == pytest.approx(float(by_hand(model, TOKENS[:1, :length])[0][..., 0].sum()), rel=1e-4)
 
 
@@ -130,17 +133,19 @@ def test_a_mask_that_shows_itself_in_the_middle_of_a_forward_asks_for_another(fo
     (made / "model.py").write_text(code.replace("class Attention", f"{MASKS['a hole']}\n\nclass Attention"))
     model: Any = vl.load_model(made, trust_remote_code=True)
     with capture(model, ["Q", "K"]) as captured:
-        with pytest.raises(InputError, match="neither causal nor a window.*Run the same forward again"):
+        with pytest.raises(InputError, match=r"neither causal nor a window.*Run the same forward again"):
             model(TOKENS[1:], torch.tensor([[0] * 10 + [1] * 50]))
         model(TOKENS[1:], torch.tensor([[0] * 10 + [1] * 50]))
     keys = StepValues(captured, torch.tensor([[0] * 10 + [1] * 50])).keys_seen
     assert keys[9, 0] == 10 and keys[10 + 49, 0] == 18  # 17 of 50 places are multiples of 3, and its own
 
 
-def test_attention_that_looks_ahead_by_a_mask_is_refused(folder: Callable[..., Path], words: Path, tmp_path: Path) -> None:
+def test_attention_that_looks_ahead_by_a_mask_is_refused(
+    folder: Callable[..., Path], words: Path, tmp_path: Path
+) -> None:
     made = folder()
     code = (made / "model.py").read_text().replace(CALL, MASKED)
     mask = "\ndef mask_of(length):\n    return torch.ones(length, length, dtype=torch.bool)\n"
     (made / "model.py").write_text(code.replace("class Attention", f"{mask}\n\nclass Attention"))
-    with pytest.raises(PlanError, match="attention rows: .*some on future keys"):
+    with pytest.raises(PlanError, match=r"attention rows: .*some on future keys"):
         vl.record(made, words, tmp_path / "r.vlens", model_options={"trust_remote_code": True})

@@ -288,7 +288,7 @@ def test_a_bare_module_is_inspected_and_one_of_a_known_family_needs_no_adapter(
     own = folder()
     loud = "    print('loading')\n    torch.set_default_dtype(torch.float64)\n    model.visits ="
     whole = "import torch\n" + (own / LOADER).read_text().replace("    model.visits =", loud)
-    (own / LOADER).write_text(whole.replace("vl.adapt(model.to(device, dtype), MyFamily())", "model.to(device, dtype)"))
+    (own / LOADER).write_text(whole.replace("vl.adapt(model.to(device), MyFamily())", "model.to(device)"))
     code, text, err = run("inspect", own, TRUST, "--json")
     assert code == 0, err
     found = json.loads(text)
