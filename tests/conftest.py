@@ -23,8 +23,7 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: threads that wait for busy cores burn them
 settings.register_profile(  # a busy machine is no failure, and every run tries the same examples

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import visitlens as vl
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -142,7 +143,7 @@ def test_max_tokens_stops_after_the_context_in_which_it_falls(run, checkpoints, 
 def test_a_notebook_records_captures_and_reads_with_the_exported_names(checkpoints, text, tmp_path) -> None:
     rec = vl.record(checkpoints["looped"], text, tmp_path / "run.vlens", level="tokens", max_tokens=64)
     assert rec.recording.tokens == 64 and rec.expert_overlap().axes == ("layer",)
-    model = vl.load_model(checkpoints["looped"])
+    model = load_model(checkpoints["looped"])
     with vl.capture(model, ["PV"]) as captured:
         model(torch.tensor([[0, 5, 6, 7]]))
     assert captured.get("PV", layer=2, visit=2).shape == (1, 4, 4, 4)

@@ -77,7 +77,7 @@ def ablate(
         from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording, with_metric
         from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
         from visitlens.probe.model.bundled import SAMPLE
-        from visitlens.probe.reading.recorded_run import open as open_recording
+        from visitlens.probe.reading.recorded_run import open_recording
         from visitlens.probe.samples.dyck_prompts import AnswerStyle
 
     answers = AnswerStyle() if style is Style.fixed else None

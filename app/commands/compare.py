@@ -35,7 +35,7 @@ def compare(
 ) -> None:
     """Compare two recordings, with differences and their 95% intervals."""
     from visitlens.probe.drawing.series import aligned, digits
-    from visitlens.probe.reading.recorded_run import open as open_recording
+    from visitlens.probe.reading.recorded_run import open_recording
     from visitlens.probe.report.compare import compare as run
     from visitlens.probe.report.compare import comparison_data, write_comparison
 

@@ -76,7 +76,7 @@ def experiment(
 
             sample = loaded.sample(text or SAMPLE, max_tokens)
     with progress_shown() as show, warnings_once():
-        results = experiments.experiment(name, loaded.native, sample, **chosen, on_progress=partial(show, name))
+        results = experiments.run_experiment(name, loaded.native, sample, **chosen, on_progress=partial(show, name))
     if out is not None:
         out.write_text(json.dumps(results.to_dict(), indent=1) + "\n", encoding="utf-8")
         typer.echo(out)

@@ -25,7 +25,7 @@ def export(
 ) -> None:
     """Write a statistic with its intervals, per-token values, or activations to a file; its ending says which kind."""
     from visitlens.app.terminal.console import token_bounds
-    from visitlens.probe.reading.recorded_run import open as open_recording
+    from visitlens.probe.reading.recorded_run import open_recording
     from visitlens.probe.report.export import choose, write
 
     chosen = choose(

@@ -17,7 +17,7 @@ def info(
     from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.recording.store.commit import readable_bytes
     from visitlens.hooks.text.encoder import document_ends
-    from visitlens.probe.reading.recorded_run import open as open_recording
+    from visitlens.probe.reading.recorded_run import open_recording
 
     rec = open_recording(recording)
     stored, config, run = rec.recording, rec.recording.config, rec.recording.run

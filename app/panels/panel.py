@@ -203,7 +203,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
         if m
     )
     aggregations = "; ".join(dict.fromkeys(e["aggregation"] for e in entries if e["role"] != "chance"))
-    code = f'from visitlens.probe.gallery.figure import find\nfrom visitlens.probe.reading.pair import Pair\nfrom visitlens.probe.drawing.theme import LIGHT\nfigure = find("{data["slug"]}")\nfigure.draw(figure.data(Pair(rec)), LIGHT).show()'
+    code = f'vl.figure("{data["slug"]}", rec).show()'
     options.setdefault("wide", int(drawing.plot(view.theme).layout.width or 0) > _NARROW)
     return Panel(
         key=data["slug"],

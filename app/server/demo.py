@@ -8,7 +8,7 @@ from pathlib import Path
 
 from visitlens.hooks.recording.store.fetch_cache import cache_folder
 from visitlens.probe.model.bundled import PAIR, SAMPLE, check_assets
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import open_recording
 
 TOKENS = 8192
 MAP_TOKENS, MAP_CONTEXT = 512, 128

@@ -64,7 +64,7 @@ def dashboard(
         proxy: on a remote Jupyter the path under which it forwards ports, with `{port}` in it:
             `/user/me/proxy/{port}/`.
         port: 0 takes a free one.
-        options: how the model is read, as of `visitlens.load_model`, for example `steps=8`; what isn't said is as the
+        options: how the model is read, as of `visitlens.load`, for example `steps=8`; what isn't said is as the
             model's recordings say.
 
     Raises:

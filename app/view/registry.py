@@ -19,8 +19,7 @@ from visitlens.hooks.recording.store.fetch_cache import fetched_folder
 from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.probe.reading.grid import Grid
 from visitlens.probe.reading.pair import Pair
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 Place = Path | str
 """Of a recording: a path, or the URL of one in an object store."""

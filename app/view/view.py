@@ -26,7 +26,7 @@ _MOST_KEPT = 64
 @dataclass(frozen=True)
 class Context:
     """`checkpoint` is a model folder, for the live probe and for token text, and `model_options` how it is read (as of
-    `visitlens.load_model`); `prefix` starts and ends with a slash.
+    `visitlens.load`); `prefix` starts and ends with a slash.
 
     `services` is where a page keeps what outlives a request (a job queue, say), under the page's name.
     """

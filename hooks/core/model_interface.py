@@ -75,9 +75,7 @@ def check_model(model: Any) -> None:
             f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
         )
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise InputError(
-            "the model lies on the meta device, which holds no weights: load them first (visitlens.load_model)"
-        )
+        raise InputError("the model lies on the meta device, which holds no weights: load them first (visitlens.load)")
 
 
 def check_tensor(tokens: Any) -> None:

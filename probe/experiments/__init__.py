@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
     from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.model.model import Model
-    from visitlens.probe.samples.sample import Sample
+    from visitlens.probe.samples.sample import EvalSet
 
 Experiment = Callable[..., dict[str, StatArray]]
 
@@ -101,20 +101,20 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "on_progress"}
 
 
-def experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: Sample, **chosen: Any) -> Results:
+def run_experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: EvalSet, **chosen: Any) -> Results:
     """Runs one experiment on a model and a sample; `chosen` are its options.
 
     Raises:
         InputError: no such experiment or option, or what the experiment refuses.
     """
     from visitlens.hooks.core.model_interface import check_model
-    from visitlens.probe.samples.sample import Sample
+    from visitlens.probe.samples.sample import EvalSet
 
     function = find(name)
     model = getattr(model, "native", model)
     check_model(model)
-    if not isinstance(sample, Sample):
-        raise InputError(f"expected a Sample (model.sample(), model.dyck()), got {sample!r:.80}")
+    if not isinstance(sample, EvalSet):
+        raise InputError(f"expected an EvalSet (model.sample(), model.dyck()), got {sample!r:.80}")
     unknown = [option for option in chosen if option not in options(name) and option != "on_progress"]
     if unknown:
         raise InputError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(options(name)) or 'none'}")

@@ -10,7 +10,7 @@ import numpy as np
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import skip, take, zero
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import Chain, score
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PARTS = ("Q", "K", "V", "PV", "experts", "moe_write")
 
 def accuracy(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     *,
     parts: Sequence[str] = PARTS,
     on_progress: Progress = silent,

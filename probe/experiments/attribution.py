@@ -18,7 +18,7 @@ from visitlens.hooks.interventions.gradients import site_gradients
 from visitlens.hooks.interventions.intervene import Intervention, site_means, zero
 from visitlens.hooks.interventions.intervene import mean as mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import batches, check_predicts, device_of, score
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _WHAT = "Change of the loss when {} at one step is {}, to first order: the gradi
 
 def attribution(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     *,
     ablation: str = "zero",
     exact: int = 24,
@@ -70,7 +70,7 @@ def attribution(
     return results
 
 
-def attribute(model: LoopedMoE | InstrumentedModel, sample: Sample, means: object = None) -> dict[str, np.ndarray]:
+def attribute(model: LoopedMoE | InstrumentedModel, sample: EvalSet, means: object = None) -> dict[str, np.ndarray]:
     """Nats by [document, step, head] and, where there is a router, [document, step, expert] that the summed loss gains when
     one of them is ablated; NaN at a step that has none."""
     check_predicts(model)
@@ -135,7 +135,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def _checked(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     name: str,
     effects: np.ndarray,
     number: int,

@@ -15,7 +15,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import with_loop_count
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import STATE, batches, device_of, state_after
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _QUANTITIES = {
 
 @torch.no_grad()
 def convergence(
-    model: LoopedMoE | InstrumentedModel, sample: Sample, *, loops: int | None = None, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, loops: int | None = None, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`step_size`, `step_angle`, `step_distance` [step] along the whole model, `visit_*` [visit] from one end of the loop span to the next.
 

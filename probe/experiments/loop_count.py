@@ -10,7 +10,7 @@ import numpy as np
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import with_loop_count
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import score
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SCALES = ("rescaled", "kept")
 
 def loop_count(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     *,
     loops: Sequence[int] = range(1, 9),
     on_progress: Progress = silent,

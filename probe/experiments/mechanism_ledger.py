@@ -17,7 +17,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, skip, take
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import Scores, score
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def mechanisms(model: LoopedMoE | InstrumentedModel) -> dict[str, tuple[str, ...
 
 def mechanism_ledger(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     *,
     visits: tuple[int, int] | None = None,
     on_progress: Progress = silent,

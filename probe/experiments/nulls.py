@@ -19,7 +19,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.forward import Forward
 from visitlens.hooks.interventions.intervene import site_means
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import batches, device_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NULLS = ("observed", "tokens shuffled", "less the mean", "less the mean, shuffle
 
 @torch.no_grad()
 def nulls(
-    model: LoopedMoE | InstrumentedModel, sample: Sample, *, seed: int = 0, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, seed: int = 0, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`cosine` [null, site, layer] between the first and the last visit; `expert_overlap` [null, layer], shared experts / k,
     where there is a router. Sites that the model lacks are left out.

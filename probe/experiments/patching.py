@@ -18,7 +18,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.interventions.intervene import Intervention, replace
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import STATE, batches, device_of, predictions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def patching(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     *,
     by: str = "head",
     site: str = "",
@@ -39,11 +39,11 @@ def patching(
     `by` is "head" (at `site` PV by default) or "part" of the prompt (at `site` resid by default).
 
     Raises:
-        InputError: a sample without prompts (`Sample.of_dyck`), an unknown `by`, a site without heads, or one that the model doesn't have.
+        InputError: a sample without prompts (`EvalSet.of_dyck`), an unknown `by`, a site without heads, or one that the model doesn't have.
     """
     if sample.corrupted is None or sample.roles is None:
         raise InputError(
-            "patching needs prompts with a corrupted version: Sample.of_dyck(...) or a task with `corrupted`; on the command "
+            "patching needs prompts with a corrupted version: EvalSet.of_dyck(...) or a task with `corrupted`; on the command "
             "line --dyck or --task"
         )
     if by not in ("head", "part"):

@@ -17,7 +17,7 @@ from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import replace
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import STATE, Batch, batches, device_of, predictions, state_after
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _QUANTITIES = {
 
 @torch.no_grad()
 def readout(
-    model: LoopedMoE | InstrumentedModel, sample: Sample, *, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`loss`, `entropy`, `divergence`, `flips`, `final_answer` [lens, step] after each step, over the tokens that count."""
     plan = model.plan

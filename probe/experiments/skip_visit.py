@@ -9,7 +9,7 @@ import numpy as np
 from visitlens.errors import InputError
 from visitlens.hooks.interventions.intervene import skip
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import score
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def skip_visit(
-    model: LoopedMoE | InstrumentedModel, sample: Sample, *, on_progress: Progress = silent
+    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`skip_visit` [step, slice] for one visit of one looped layer; `skip_block` [visit, slice] for the visit of all of them.
 

@@ -40,8 +40,7 @@ from visitlens.hooks.text.encoder import Documents, TextEncoder
 from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -281,7 +280,7 @@ def record(
     sites: Sequence[str] = (),
     **changes: Any,
 ) -> RecordedRun:
-    """Records a model over text, as `visitlens record` does, and opens the recording; `plan_recording` says before how
+    """Records a model over text, as `visitlens record` does, and opens the recording; `prepare_recording` says before how
     large it will be.
 
     `changes` are further fields of `RunRequest` or of its `RecordingOptions`, for example `max_tokens=10_000`, `dtype="bfloat16"`,
@@ -290,10 +289,10 @@ def record(
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
     """
-    return open_recording(plan_recording(checkpoint, text, out, level=level, sites=sites, **changes).record())
+    return open_recording(prepare_recording(checkpoint, text, out, level=level, sites=sites, **changes).record())
 
 
-def plan_recording(
+def prepare_recording(
     checkpoint: str | Path,
     text: str | Path,
     out: str | Path = "run.vlens",

@@ -92,7 +92,7 @@ class LiveModel:
         **options: Any,
     ) -> LiveModel:
         """From a checkpoint folder or hub name. `weights` is their SHA-256, where it is known; `options` are those of
-        `visitlens.load_model`, for example `steps=8`.
+        `visitlens.load`, for example `steps=8`.
 
         Raises:
             CheckpointError: a file is missing or damaged.

@@ -56,7 +56,7 @@ def load(
     that ship with visitlens; or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
 
     `bos` is the token that leads a text: an id, a name or "none"; by default what the configuration says, else what the tokenizer
-    itself puts in front, else none. `options` are those of `visitlens.load_model`, for example `steps=8` or `trust_remote_code=True`.
+    itself puts in front, else none. `options` are those of `visitlens.hooks.loading.load_model.load_model`, for example `steps=8` or `trust_remote_code=True`.
     The tokenizer is copied: truncation and padding that it carries are not used, and the caller's stays as it is.
 
     Raises:

@@ -24,12 +24,11 @@ from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.hooks.text.tokenizer import own_tokenizer
 from visitlens.probe.drawing.notebook_html import loop_svg
-from visitlens.probe.experiments import Results
-from visitlens.probe.experiments import experiment as run_experiment
+from visitlens.probe.experiments import Results, run_experiment
 from visitlens.probe.model.bundled import SAMPLE, task_file
 from visitlens.probe.model.progress import progress
 from visitlens.probe.model.run import Run
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.tasks.task_file import Example
 
 Text = str | Sequence[str] | Sequence[int] | np.ndarray | Tensor
@@ -96,15 +95,15 @@ class Model:
         scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
         return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}", self.bos)
 
-    def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> Sample:
+    def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> EvalSet:
         """Documents to experiment on; by default the first tokens of the bundled held-out text."""
-        return Sample.of_text(text, self.encoder, self.config, max_tokens=max_tokens)
+        return EvalSet.of_text(text, self.encoder, self.config, max_tokens=max_tokens)
 
-    def dyck(self, prompts: int = 8, shots: Sequence[int] = (0, 1, 2, 4, 8), seed: int = 0) -> Sample:
+    def dyck(self, prompts: int = 8, shots: Sequence[int] = (0, 1, 2, 4, 8), seed: int = 0) -> EvalSet:
         """Few-shot bracket prompts to experiment on, so many for each number of shots."""
-        return Sample.of_dyck(self.encoder, self.config, prompts=prompts, shots=shots, seed=seed)
+        return EvalSet.of_dyck(self.encoder, self.config, prompts=prompts, shots=shots, seed=seed)
 
-    def task(self, task: str | Path | Sequence[Example], limit: int | None = None) -> Sample:
+    def task(self, task: str | Path | Sequence[Example], limit: int | None = None) -> EvalSet:
         """The examples of a task: a bundled one by name (`hops`), a file of JSON lines, or what `read_task` gives.
 
         Raises:
@@ -113,9 +112,9 @@ class Model:
         named = isinstance(task, (str, Path))
         source = task_file(task) if named else task
         name = Path(task).stem if named else "task"
-        return Sample.of_task(source, self.encoder, self.config, name=name, limit=limit)
+        return EvalSet.of_task(source, self.encoder, self.config, name=name, limit=limit)
 
-    def experiment(self, name: str, sample: Sample | None = None, **options: Any) -> Results:
+    def experiment(self, name: str, sample: EvalSet | None = None, **options: Any) -> Results:
         """One of `visitlens.probe.experiments.registered()` on a sample, by default `model.sample()`."""
         with progress(name) as tick:
             chosen = self.sample() if sample is None else sample

@@ -10,8 +10,7 @@ from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.probe.reading.grid import Grid, GridCell, selected
 from visitlens.probe.reading.pair import Pair
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 ROW_LEVEL = "85"
 """The paper's level wherever it draws one level only."""

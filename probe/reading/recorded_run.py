@@ -35,7 +35,7 @@ _NORM_MEASURES = {
 }
 
 
-def open(path: str | Path, *, trusted: bool = False) -> RecordedRun:
+def open_recording(path: str | Path, *, trusted: bool = False) -> RecordedRun:
     """Opens a recording, a folder or `s3://bucket/run.vlens`; reads its manifest now, its summary at the first statistic, arrays only
     when asked (of a URL, shards are fetched then).
 

@@ -30,7 +30,7 @@ from visitlens.probe.jobs.processes import context, end_with_parent
 from visitlens.probe.reading.grid import Grid, GridCell
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import open_recording
 from visitlens.probe.report.report import write_report
 
 STATE = "reproduce.json"

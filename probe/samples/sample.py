@@ -1,4 +1,4 @@
-"""Sample: documents to experiment on, which of their predictions count, and what kind each document is. No torch."""
+"""EvalSet: documents to experiment on, which of their predictions count, and what kind each document is. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def silent(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class EvalSet:
     """Packed documents. `counted [context, position]`: whether the prediction *of* that token counts.
 
     `facets` name -> a label for each document ("" for none): kind, category, length, shots. `prompts` are the Dyck prompts,
@@ -67,7 +67,7 @@ class Sample:
         *,
         max_tokens: int | None = None,
         context_length: int | None = None,
-    ) -> Sample:
+    ) -> EvalSet:
         """From a file, a folder or documents; every token but a segment's first counts.
 
         Raises:
@@ -95,7 +95,7 @@ class Sample:
         return replace(cls.of_contexts(packed, facets), empty=encoded.empty)
 
     @classmethod
-    def of_contexts(cls, contexts: PackedTokens, facets: Mapping[str, Sequence[str]] | None = None) -> Sample:
+    def of_contexts(cls, contexts: PackedTokens, facets: Mapping[str, Sequence[str]] | None = None) -> EvalSet:
         """From packed tokens; every token but a segment's first counts."""
         segments = contexts.segments
         counted = np.zeros(segments.shape, dtype=bool)
@@ -112,7 +112,7 @@ class Sample:
         shots: Sequence[int] = SHOTS,
         seed: int = 0,
         context_length: int | None = None,
-    ) -> Sample:
+    ) -> EvalSet:
         """`prompts` Dyck prompts for each number of shots, whole; only the answer's closing brackets count.
 
         Raises:
@@ -141,7 +141,7 @@ class Sample:
         name: str = "task",
         limit: int | None = None,
         context_length: int | None = None,
-    ) -> Sample:
+    ) -> EvalSet:
         """The examples of a task file (or of `read_task`), whole; only their scored tokens count, and facets cut every result.
 
         Args:
@@ -233,7 +233,7 @@ class Sample:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{name} {int(chosen.sum())}" for name, chosen in self.slices.items())
         empty = f"; {self.empty} without a token left out" if self.empty else ""
-        return f"Sample({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds}{empty})"
+        return f"EvalSet({self.documents} documents, {self.contexts.num_tokens:,} tokens, {int(self.counts.sum()):,} predictions: {kinds}{empty})"
 
 
 def _as_prompt(prompt: DyckPrompt, other: Mapping[int, int]) -> Prompt:

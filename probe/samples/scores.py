@@ -16,7 +16,7 @@ from visitlens.hooks.capture.capture import Captured, capture
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
-from visitlens.probe.samples.sample import Progress, Sample, silent
+from visitlens.probe.samples.sample import EvalSet, Progress, silent
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
@@ -53,7 +53,7 @@ class Batch:
         np.add.at(total, self.document, values.detach().double().cpu().numpy())
 
 
-def batches(sample: Sample, at_once: int = 1, device: torch.device | str = "cpu") -> Iterator[Batch]:
+def batches(sample: EvalSet, at_once: int = 1, device: torch.device | str = "cpu") -> Iterator[Batch]:
     """The sample's contexts, `at_once` at a time."""
     contexts = sample.contexts
     for first in range(0, len(contexts.tokens), at_once):
@@ -86,7 +86,7 @@ Chain = Sequence[Intervention | Sequence[Intervention]]
 @torch.no_grad()
 def score(
     model: LoopedMoE | InstrumentedModel,
-    sample: Sample,
+    sample: EvalSet,
     chains: Sequence[Chain] = ((),),
     on_progress: Progress = silent,
 ) -> list[Scores]:

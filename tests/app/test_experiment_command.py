@@ -19,7 +19,7 @@ def test_the_list_says_what_each_answers_and_takes(run: Run) -> None:
 def test_on_the_bundled_model_and_text_by_default(run: Run) -> None:
     code, out, err = run("experiment", "skip_visit", "--max-tokens", 500)
     assert code == 0, err
-    assert "Sample(" in out and "What a visit of the loop span is worth [nats a token]" in out and "2·1" in out
+    assert "EvalSet(" in out and "What a visit of the loop span is worth [nats a token]" in out and "2·1" in out
 
 
 def test_json_on_stdout_is_nothing_else(run: Run) -> None:

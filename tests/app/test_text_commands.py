@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import visitlens as vl
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import open_recording
 
 Run = Callable[..., tuple[int, str, str]]
 WORDS = ["!", "<bos>", "<eos>", "<pad>", *(f"w{i}" for i in range(4, 61))]

@@ -36,10 +36,9 @@ from visitlens.probe.jobs.as_recorded import as_recorded, recorded_bos
 from visitlens.probe.jobs.prepared_run import RunRequest, encoded_text, packed_text
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 from visitlens.probe.samples.dyck_prompts import check_brackets, missing_brackets
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.tasks.task_file import read_task
 
 METRICS = ("dyck", "text", "task")
@@ -174,13 +173,25 @@ def _read(request: AblationRequest, encoder: TextEncoder, config: Any) -> Task:
             f"{request.task} has no examples labelled {request.where!r}; there are {', '.join(sorted(labels)) or 'no facets'}"
         )
     chosen = [e for e in examples if not request.where or request.where in e.facets.values()]
-    return sample_task(Sample.of_task(chosen, encoder, config, name=request.task.stem))
+    return sample_task(EvalSet.of_task(chosen, encoder, config, name=request.task.stem))
 
 
 def ablate(
-    model: Any, task: Task, *, metric: Metric = nll, metric_name: str = "loss", mode: str = "zero", **options: Any
+    model: Any,
+    task: Task | EvalSet,
+    *,
+    metric: Metric = nll,
+    metric_name: str = "loss",
+    mode: str = "zero",
+    **options: Any,
 ) -> HeadAblation:
-    """Head ablation in a notebook, by any metric of the logits at the targets; not stored. `options` go to `ablate_heads`."""
+    """Head ablation in a notebook, by any metric of the logits at the targets; not stored.
+
+    `model` is what `vl.load` gives, or the model inside it; `task` an EvalSet, whose counted predictions are the targets.
+    `options` go to `ablate_heads`.
+    """
+    model = getattr(model, "native", model)
+    task = sample_task(task) if isinstance(task, EvalSet) else task
     sums = ablate_heads(model, task, mode=mode, metric=metric, **options)
     about = {"documents": task.documents, "tokens": int((task.document >= 0).sum()), "settings": {"mode": mode}}
     return head_ablation(

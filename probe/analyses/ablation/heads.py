@@ -28,7 +28,7 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervene import replace as put_in
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.samples.scores import check_predicts, device_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def text_task(packed: PackedTokens, groups: int = 128) -> Task:
     return Task(packed.tokens, packed.segments, document, context, position + 1, group)
 
 
-def sample_task(sample: Sample) -> Task:
+def sample_task(sample: EvalSet) -> Task:
     """The predictions that count in a sample; each of its documents' groups is one of the bootstrap's."""
     context, position = np.nonzero(sample.counted)
     document = sample.document_of

@@ -15,9 +15,9 @@ from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiments import experiment
+from visitlens.probe.experiments import run_experiment
 from visitlens.probe.experiments.attribution import attribute
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.samples.scores import score
 
 Adapted = Callable[..., AdaptedModel]
@@ -25,15 +25,15 @@ LOOPED = ("dory", "inkling2_loop_text")
 
 
 @pytest.fixture(scope="module")
-def sample(make_text: Callable[..., PackedTokens]) -> Sample:
-    return Sample.of_contexts(make_text(lengths=(10,) * 6))  # of one length, so that a context is one forward
+def sample(make_text: Callable[..., PackedTokens]) -> EvalSet:
+    return EvalSet.of_contexts(make_text(lengths=(10,) * 6))  # of one length, so that a context is one forward
 
 
-def mean(model: AdaptedModel, sample: Sample, *chain: Any) -> float:
+def mean(model: AdaptedModel, sample: EvalSet, *chain: Any) -> float:
     return float(score(model, sample, [chain])[0].loss.sum() / sample.counts.sum())
 
 
-def test_scores_are_the_models_own_loss(family: str, adapted: Adapted, sample: Sample) -> None:
+def test_scores_are_the_models_own_loss(family: str, adapted: Adapted, sample: EvalSet) -> None:
     model = adapted(family)
     if family == "albert":
         with pytest.raises(InputError, match="albert has no loss on text: it fills in masked tokens"):
@@ -45,10 +45,10 @@ def test_scores_are_the_models_own_loss(family: str, adapted: Adapted, sample: S
 
 
 @pytest.mark.parametrize("kind", LOOPED)
-def test_the_ledger_of_a_looped_family(kind: str, adapted: Adapted, sample: Sample) -> None:
+def test_the_ledger_of_a_looped_family(kind: str, adapted: Adapted, sample: EvalSet) -> None:
     model = adapted(kind)
     layers = model.plan.looped_layers
-    ledger = experiment("mechanism_ledger", model, sample, visits=(1, 2)).mechanism_ledger.sel(slice="text")
+    ledger = run_experiment("mechanism_ledger", model, sample, visits=(1, 2)).mechanism_ledger.sel(slice="text")
     value = {
         (form, name): float(ledger.sel(form=form, mechanism=name).values)
         for form in ledger.labels["form"]
@@ -67,7 +67,7 @@ def test_the_ledger_of_a_looped_family(kind: str, adapted: Adapted, sample: Samp
 
 
 @pytest.mark.parametrize("kind", LOOPED)
-def test_every_experiment_gives_numbers_or_the_reason(kind: str, adapted: Adapted, sample: Sample) -> None:
+def test_every_experiment_gives_numbers_or_the_reason(kind: str, adapted: Adapted, sample: EvalSet) -> None:
     model = adapted(kind)
     refused = {"patching": "patching needs prompts"}
     if kind == "inkling2_loop_text":
@@ -87,41 +87,41 @@ def test_every_experiment_gives_numbers_or_the_reason(kind: str, adapted: Adapte
     ):
         if name in refused:
             with pytest.raises(InputError, match=refused[name]):
-                experiment(name, model, sample)
+                run_experiment(name, model, sample)
             continue
-        for stat in experiment(name, model, sample, **chosen.get(name, {})).values():
+        for stat in run_experiment(name, model, sample, **chosen.get(name, {})).values():
             assert np.isfinite(stat.values).any() or not stat.values.size, (name, stat.measure.name)
             assert stat.documents == sample.documents, (name, stat.measure.name)
 
 
 def test_queries_keys_values_and_input_are_all_where_nothing_else_is(
-    make_hf: Callable[..., Any], sample: Sample
+    make_hf: Callable[..., Any], sample: EvalSet
 ) -> None:
     raw = make_hf("llama")
     raw.model.layers[2] = raw.model.layers[1]  # one layer, run twice
-    ledger = experiment("mechanism_ledger", adapt(raw), sample).mechanism_ledger.sel(slice="text")
+    ledger = run_experiment("mechanism_ledger", adapt(raw), sample).mechanism_ledger.sel(slice="text")
     assert not [name for name in ledger.labels["mechanism"] if "rest" in name]
     assert abs(float(ledger.sel(form="left in", mechanism="values").values)) > 1e-5
 
 
-def test_a_loop_count_is_the_loss_of_the_model_run_so(adapted: Adapted, sample: Sample) -> None:
+def test_a_loop_count_is_the_loss_of_the_model_run_so(adapted: Adapted, sample: EvalSet) -> None:
     model = adapted("dory")
-    loss = experiment("loop_count", model, sample, loops=(1, 3)).loss.sel(slice="text")
+    loss = run_experiment("loop_count", model, sample, loops=(1, 3)).loss.sel(slice="text")
     assert loss.labels["scale"] == ("kept",)
     for count in (1, 3):
         expected = mean(model.with_loop_count(count), sample)
         assert float(loss.sel(scale="kept", loops=count).values) == pytest.approx(expected)
     with pytest.raises(InputError, match="no loop count that is read when it runs"):
-        experiment("loop_count", adapted("zamba"), sample)
+        run_experiment("loop_count", adapted("zamba"), sample)
     with pytest.raises(InputError, match=r"no site 'attn_write'.*isn't added to the residual"):
-        experiment("mechanism_ledger", adapted("zamba"), sample)
+        run_experiment("mechanism_ledger", adapted("zamba"), sample)
     with pytest.raises(InputError, match="unlooped"):
-        experiment("skip_visit", adapted("llama"), sample)
+        run_experiment("skip_visit", adapted("llama"), sample)
 
 
-def test_the_lenses_end_where_the_model_does(adapted: Adapted, sample: Sample) -> None:
+def test_the_lenses_end_where_the_model_does(adapted: Adapted, sample: EvalSet) -> None:
     model = adapted("dory")
-    found = experiment("readout", model, sample)
+    found = run_experiment("readout", model, sample)
     plain = mean(model, sample)
     assert np.allclose(found.loss.values[:, -1], plain) and np.allclose(found.divergence.values[:, -1], 0, atol=1e-6)
     coda = len(model.plan) - 1  # its one output layer
@@ -130,7 +130,7 @@ def test_the_lenses_end_where_the_model_does(adapted: Adapted, sample: Sample) -
 
 
 @pytest.mark.parametrize("kind", ["hrm_text", "dory", "olmoe"])
-def test_attribution_is_the_slope_of_the_loss(kind: str, adapted: Adapted, sample: Sample) -> None:
+def test_attribution_is_the_slope_of_the_loss(kind: str, adapted: Adapted, sample: EvalSet) -> None:
     """Also where the family's code would cut gradients short: HRM-Text's first low cycles run without."""
     model = adapted(kind)
     found = attribute(model, sample)
@@ -142,15 +142,15 @@ def test_attribution_is_the_slope_of_the_loss(kind: str, adapted: Adapted, sampl
         assert found["heads"][:, step.index, 1].sum() == pytest.approx(slope, rel=0.05, abs=0.02)
 
 
-def test_patching_an_adapted_model(adapted: Adapted, sample: Sample) -> None:
+def test_patching_an_adapted_model(adapted: Adapted, sample: EvalSet) -> None:
     model, contexts = adapted("dory"), sample.contexts
     tokens, segments = torch.from_numpy(contexts.tokens).long(), torch.from_numpy(contexts.segments)
     other = torch.where((torch.arange(tokens.shape[1]) % 4 == 2) & (segments >= 0), (tokens + 7) % 50 + 3, tokens)
     roles = np.where(contexts.segments >= 0, 3, -1).astype(np.int8)
-    prompts = Sample(contexts, sample.counted, sample.facets, corrupted=other.int().numpy(), roles=roles)
-    whole = experiment("patching", model, prompts, by="part").recovered
+    prompts = EvalSet(contexts, sample.counted, sample.facets, corrupted=other.int().numpy(), roles=roles)
+    whole = run_experiment("patching", model, prompts, by="part").recovered
     assert float(whole.values[1, 3]) < float(whole.values[0, 3]) == pytest.approx(1, abs=1e-5)
-    found = experiment("patching", model, prompts, site="V")
+    found = run_experiment("patching", model, prompts, site="V")
     step, counted = model.plan.steps[4], torch.from_numpy(sample.counted)
 
     def loss(inputs: torch.Tensor, *chain: Any) -> float:

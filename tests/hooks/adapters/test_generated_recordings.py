@@ -17,6 +17,7 @@ from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.probe.jobs.continue_prompts import continue_prompts
@@ -117,7 +118,7 @@ def test_the_command_records_what_a_model_writes(make_model: Callable[..., Any],
     assert code == 0, "a finished recording is left alone"
     code, _, err = run("record", *arguments, "--out", tmp_path / "m.vlens", "--level", "maps")
     assert code == 0, err
-    saved = vl.load_model(tmp_path / "model")  # in half precision
+    saved = load_model(tmp_path / "model")  # in half precision
     with capture(saved, ["P"]) as captured:
         saved(torch.tensor([expected[0]]), return_type="none")
     kept = vl.open(tmp_path / "m.vlens").recording.attention_maps(1, 2, context=0)

@@ -15,6 +15,7 @@ import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.audit.guards import conditions, rows_of_length, sample_tokens
 from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.loading.load_model import load_model
 
 CALL = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
 MASKED = "F.scaled_dot_product_attention(q, k, v, attn_mask=mask_of(x.shape[1]))"
@@ -74,7 +75,7 @@ def by_hand(model: Any, document: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def test_rows_and_keys_are_those_of_the_mask(own: Path) -> None:
-    model: Any = vl.load_model(own, trust_remote_code=True)
+    model: Any = load_model(own, trust_remote_code=True)
     assert all(guard.ok is not False for guard in conditions(model, sample_tokens(model)))
     assert rows_of_length(model, 60).ok
     with capture(model, ["Q", "K"]) as captured:
@@ -95,7 +96,7 @@ def test_a_recording_of_it_has_the_masks_sink(own: Path, tmp_path: Path) -> None
     text = tmp_path / "long.txt"
     text.write_text(" ".join(f"w{int(i)}" for i in TOKENS[0, :58]))
     rec = vl.record(own, text, tmp_path / "r.vlens", level="tokens", model_options={"trust_remote_code": True})
-    model: Any = vl.load_model(own, trust_remote_code=True)
+    model: Any = load_model(own, trust_remote_code=True)
     document = torch.from_numpy(rec.recording.token_table()["id"].astype("int64"))[None]
     with torch.no_grad():
         maps = by_hand(model, document)
@@ -115,7 +116,7 @@ def mask_of(length):
     return (torch.arange(length) <= own) & (torch.arange(length) > own - length // 2)
 """
     (made / "model.py").write_text(code.replace(CALL, MASKED).replace("class Attention", f"{mask}\n\nclass Attention"))
-    model: Any = vl.load_model(made, trust_remote_code=True)
+    model: Any = load_model(made, trust_remote_code=True)
     for length in (20, 40):
         with capture(model, ["Q", "K"]) as captured:
             model(TOKENS[:1, :length])
@@ -131,7 +132,7 @@ def test_a_mask_that_shows_itself_in_the_middle_of_a_forward_asks_for_another(fo
     made = folder()
     code = (made / "model.py").read_text().replace(CALL, MASKED)
     (made / "model.py").write_text(code.replace("class Attention", f"{MASKS['a hole']}\n\nclass Attention"))
-    model: Any = vl.load_model(made, trust_remote_code=True)
+    model: Any = load_model(made, trust_remote_code=True)
     with capture(model, ["Q", "K"]) as captured:
         with pytest.raises(InputError, match=r"neither causal nor a window.*Run the same forward again"):
             model(TOKENS[1:], torch.tensor([[0] * 10 + [1] * 50]))

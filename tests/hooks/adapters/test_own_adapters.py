@@ -14,6 +14,7 @@ from tests.hooks.adapters.own_folders import LOADER
 import visitlens as vl
 from visitlens.errors import CheckpointError
 from visitlens.hooks.audit.guards import conditions
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.probe.live.live_model import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]
@@ -66,7 +67,7 @@ class MyFamily"""
 def test_expert_outputs_follow_the_adapter_s_reads_of_the_bank(folder: Callable[..., Path]) -> None:
     own = folder()
     with_swapped_bank(own)
-    model: Any = vl.load_model(own, trust_remote_code=True)
+    model: Any = load_model(own, trust_remote_code=True)
     with vl.capture(model, ["expert_in", "experts", "expert_out"]) as captured:
         model(TOKENS)
     bank = model.model.blocks[1].moe.experts
@@ -79,7 +80,7 @@ def test_expert_outputs_follow_the_adapter_s_reads_of_the_bank(folder: Callable[
 
     scaled = (own / "model.py").read_text().replace("        return out\n", "        return 2 * out + gates.sum()\n")
     (own / "model.py").write_text(scaled)
-    other: Any = vl.load_model(own, trust_remote_code=True)
+    other: Any = load_model(own, trust_remote_code=True)
     assert next(g for g in conditions(other, TOKENS[:1]) if g.name == "experts").ok is False
 
 

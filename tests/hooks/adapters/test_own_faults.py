@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.hooks.adapters.own_folders import LOADER
 
-import visitlens as vl
 from visitlens.errors import CheckpointError, InputError, VisitlensError
+from visitlens.hooks.loading.load_model import load_model
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"
@@ -55,7 +55,7 @@ def test_what_is_wrong_with_a_loader_is_said_with_its_place(code: str, tmp_path:
     (tmp_path / "helper.py").write_text("def find():\n    return {}\n\nfind()['gone']\n")
     kind, said = BAD[code]
     with pytest.raises(VisitlensError, match=said) as caught:
-        vl.load_model(tmp_path, trust_remote_code=True)
+        load_model(tmp_path, trust_remote_code=True)
     assert caught.type is kind
 
 

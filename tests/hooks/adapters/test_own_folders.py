@@ -21,7 +21,7 @@ from visitlens.app.view.registry import Registry
 from visitlens.app.view.view import Context, checkpoint_folder
 from visitlens.errors import InputError
 from visitlens.hooks.core.sites import SITES
-from visitlens.hooks.loading.load_model import resolve, weights_sha256
+from visitlens.hooks.loading.load_model import load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint_files import code_sha256
 from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording
 from visitlens.probe.live.live_run import LiveRun
@@ -103,7 +103,7 @@ def test_from_record_to_the_live_probe(
 def test_what_is_read_can_be_changed(folder: Callable[..., Path]) -> None:
     """A clean run's own values change nothing; visit 1's experts at visit 2 are what a hook by hand makes of them."""
     own = folder()
-    model: Any = vl.load_model(own, trust_remote_code=True)
+    model: Any = load_model(own, trust_remote_code=True)
     plain = model(TOKENS)
     for site in set(SITES) - {"P"} - set(model.config.missing):
         with vl.intervene(model, vl.do.take(site, source=2, visit=2)):
@@ -126,7 +126,7 @@ def test_what_is_read_can_be_changed(folder: Callable[..., Path]) -> None:
     taken = "        gates, chosen = scores.softmax(-1).topk(self.k)\n        return scores, chosen, gates"
     code = (own / "model.py").read_text().replace(taken, "        return scores, self.k")
     (own / "model.py").write_text(code.replace("_, chosen, gates = self.router(x)", outside))
-    model = vl.load_model(own, trust_remote_code=True)
+    model = load_model(own, trust_remote_code=True)
     assert torch.equal(model(TOKENS), plain)
     with vl.intervene(model, vl.do.scale("router", 2.0)):
         assert not torch.equal(model(TOKENS), plain)
@@ -243,11 +243,11 @@ def test_folders_keep_their_code_to_themselves(folder: Callable[..., Path]) -> N
     code = (documented / "model.py").read_text()
     late = "        import late\n        from package import ONE\n\n        return late.GAIN * ONE * self.head"
     (documented / "model.py").write_text(code.replace("        return self.head", late))
-    first, second = (vl.load_model(each, trust_remote_code=True) for each in (documented, moeut))
+    first, second = (load_model(each, trust_remote_code=True) for each in (documented, moeut))
     assert [type(own.model).__name__ for own in (first, second)] == ["LoopedMoE", "TinyMoEUT"]  # type: ignore[union-attr]  # adapted
     logits: Any = first(TOKENS)
     (documented / "model.py").write_text(code)
-    again: Any = vl.load_model(documented, trust_remote_code=True)(TOKENS)
+    again: Any = load_model(documented, trust_remote_code=True)(TOKENS)
     assert torch.equal(logits, 2 * again)
     new = set(sys.modules) - before
     assert sys.path == paths and not new & {"model", "late", "package", LOADER.removesuffix(".py")}
@@ -255,7 +255,7 @@ def test_folders_keep_their_code_to_themselves(folder: Callable[..., Path]) -> N
 
 
 def test_a_mixture_of_recursions_is_a_folder_too(recursive: Any, tmp_path: Path) -> None:
-    read: Any = vl.load_model(own_folders.recursive(tmp_path / "mor"), trust_remote_code=True)
+    read: Any = load_model(own_folders.recursive(tmp_path / "mor"), trust_remote_code=True)
     assert read.plan == recursive.plan and torch.equal(read(TOKENS % 40), recursive(TOKENS % 40))
 
 
@@ -298,7 +298,7 @@ def test_a_bare_module_is_inspected_and_one_of_a_known_family_needs_no_adapter(
     code, _, err = run("inspect", own, TRUST, "--state-seed", 3)
     assert code == 1 and f"{own / LOADER}: load takes no option 'state_seed'; it takes steps" in err
     with pytest.raises(InputError, match="no adapter for model type None"):
-        vl.load_model(own, trust_remote_code=True)
+        load_model(own, trust_remote_code=True)
     (own / LOADER).write_text(
         "import torch\n\n\ndef load(folder, *, dtype, device):\n    return torch.nn.Bilinear(3, 3, 3)\n"
     )
@@ -313,15 +313,15 @@ def test_a_bare_module_is_inspected_and_one_of_a_known_family_needs_no_adapter(
     code += "    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)\n"
     for more, options in (("", {}), ("    model.config.model_type = 'somebodys'\n", {"family": "llama"})):
         (own / LOADER).write_text(f"{code}{more}    return model\n")
-        read = vl.load_model(own, trust_remote_code=True, **options)
+        read = load_model(own, trust_remote_code=True, **options)
         assert torch.equal(read(TOKENS), expected)  # type: ignore[arg-type]  # tensors
-    tied = vl.load_model(own, trust_remote_code=True, family="llama", tie_copies=True)
+    tied = load_model(own, trust_remote_code=True, family="llama", tie_copies=True)
     assert [step.layer for step in tied.plan.steps] == [0, 0, 1]
     (own / LOADER).write_text(f"{code}    import visitlens\n    return visitlens.adapt(model)\n")
-    tied = vl.load_model(own, trust_remote_code=True, tie_copies=True)
+    tied = load_model(own, trust_remote_code=True, tie_copies=True)
     assert [step.layer for step in tied.plan.steps] == [0, 0, 1]
     with pytest.raises(InputError, match="load takes no option 'family'; it takes none"):
-        vl.load_model(own, trust_remote_code=True, family="llama")
+        load_model(own, trust_remote_code=True, family="llama")
 
 
 def test_a_pair_is_reproduced(folder: Callable[..., Path], words: Path, run: Run, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from visitlens.app.live.service import LiveService
 from visitlens.app.view.registry import Registry
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.adapters.adapt import adapt
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.probe.jobs.as_recorded import as_recorded
 
 Run = Callable[..., tuple[int, str, str]]
@@ -60,7 +61,7 @@ def test_a_folder_with_its_own_code_is_recorded(
     kind: str, checkpoint: Callable[[str], tuple[Path, Any]], words: Path, run: Run, tmp_path: Path
 ) -> None:
     folder, model = checkpoint(kind)
-    loaded = vl.load_model(folder, trust_remote_code=True)
+    loaded = load_model(folder, trust_remote_code=True)
     assert [step.layer for step in loaded.plan.steps] == CODE[kind][2]
     assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
     out = tmp_path / "run.vlens"
@@ -90,7 +91,7 @@ def test_code_of_older_releases_runs_and_its_mending_stays_its_own(
         auto = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         auto(TOKENS)
     for _ in range(2):  # once more in the same process: mended already
-        loaded = vl.load_model(folder, trust_remote_code=True)
+        loaded = load_model(folder, trust_remote_code=True)
         assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
     assert all(vars(place) == held for place, held in before)
     code, out, err = run("inspect", folder, "--trust-remote-code", "--json")
@@ -203,7 +204,7 @@ def test_a_hub_name_is_the_same_from_the_cache(
     (hub / "models--somebody--tiny-ouro" / "refs" / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    loaded = vl.load_model("somebody/tiny-ouro", trust_remote_code=True)
+    loaded = load_model("somebody/tiny-ouro", trust_remote_code=True)
     assert torch.equal(loaded(TOKENS), adapt(model)(TOKENS))  # type: ignore[arg-type]  # tensors
     with pytest.raises(CheckpointError, match="somebody/other: no such folder, and the hub doesn't give it"):
-        vl.load_model("somebody/other")
+        load_model("somebody/other")

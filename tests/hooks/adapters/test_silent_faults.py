@@ -13,6 +13,7 @@ import visitlens as vl
 from visitlens.errors import CheckpointError, InputError, PlanError
 from visitlens.hooks.audit.guards import conditions, sample_tokens
 from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.probe.measures.statistic import Geometry, site_rms
 from visitlens.probe.statistics.residual_norms import ResidualNorms
@@ -57,7 +58,7 @@ def test_layers_that_take_positions_first_are_refused(changed: Callable[..., Pat
             "x = x + self.attn(self.norm1(x).transpose(0, 1)).transpose(0, 1)",
         ),
     )
-    model: Any = vl.load_model(own, **TRUST)
+    model: Any = load_model(own, **TRUST)
     with (
         capture(model, ["resid"]),
         pytest.raises(InputError, match=r"shape \(12, 2, 16\).*\[position, context, \.\.\.\]"),
@@ -74,7 +75,7 @@ def test_layers_with_more_positions_than_tokens_are_refused(
         "x = self.embed(ids) + self.place.weight[: ids.shape[1]]\n        x = self.blocks[0](F.pad(x, (0, 0, 0, -x.shape[1] % 8)))",
     )
     own = changed(("model.py", RUN, f"{padded}        x = x[:, : ids.shape[1]]\n"))
-    model: Any = vl.load_model(own, **TRUST)
+    model: Any = load_model(own, **TRUST)
     with capture(model, ["resid"]), pytest.raises(InputError, match=r"4 positions more than there are tokens"):
         model(torch.randint(3, 61, (2, 12)))
     with pytest.raises((InputError, PlanError), match="positions more than there are tokens"):
@@ -90,7 +91,7 @@ def test_a_site_with_its_tokens_in_another_order_fails_its_guard(changed: Callab
             "order = x.transpose(0, 1).flatten(0, 1)\n        _, chosen, gates = (y.unflatten(0, (x.shape[1], -1)).transpose(0, 1) for y in self.router(order))",
         ),
     )
-    model: Any = vl.load_model(own, **TRUST)
+    model: Any = load_model(own, **TRUST)
     found = {guard.name: guard for guard in conditions(model, sample_tokens(model))}
     assert found["documents"].ok and found["layout"].ok is False and "router" in found["layout"].detail
 
@@ -118,14 +119,14 @@ def test_a_loader_that_makes_a_complex_table_real_is_refused(again: bool, change
     own = changed(TABLE, TURNED, cast)
     for _ in range(1 + again):
         with pytest.raises(CheckpointError, match=r"complex tensor real.*without \.to\(dtype\)"):
-            vl.load_model(own, **TRUST)
+            load_model(own, **TRUST)
 
 
 @torch.no_grad()
 def test_the_documented_loader_keeps_a_complex_table(changed: Callable[..., Path]) -> None:
     own = changed(TABLE, TURNED)
     tokens = torch.randint(3, 61, (1, 12))
-    exact, rounded = (vl.load_model(own, dtype=dtype, **TRUST) for dtype in ("float32", "bfloat16"))
+    exact, rounded = (load_model(own, dtype=dtype, **TRUST) for dtype in ("float32", "bfloat16"))
     assert rounded.model.turn.is_complex() and rounded.model.embed.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
     a, b = exact(tokens), rounded(tokens)
     assert (

@@ -21,8 +21,7 @@ from visitlens.probe.analyses.ablation.ablate_recording import ablate
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.analyses.results.store import DyckStudy, store
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 ABOUT = {"documents": 6, "tokens": 700, "provenance": {"recording": "r"}, "settings": {"seed": 0}}
 

@@ -16,10 +16,10 @@ from visitlens.hooks.interventions.gradients import site_gradients
 from visitlens.hooks.interventions.intervene import intervene, scale, skip, with_loop_count
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiments import Results, experiment, find, options, question, registered
+from visitlens.probe.experiments import Results, find, options, question, registered, run_experiment
 from visitlens.probe.experiments.attribution import attribute, rank_correlation, spread
 from visitlens.probe.ladder.evaluate import text_loss
-from visitlens.probe.samples.sample import ROLES, Sample
+from visitlens.probe.samples.sample import ROLES, EvalSet
 from visitlens.probe.samples.scores import score
 
 ModelFactory = Callable[..., LoopedMoE]
@@ -31,8 +31,8 @@ def packed(make_text: Callable[..., PackedTokens]) -> PackedTokens:
 
 
 @pytest.fixture(scope="module")
-def sample(packed: PackedTokens) -> Sample:
-    return Sample.of_contexts(packed)
+def sample(packed: PackedTokens) -> EvalSet:
+    return EvalSet.of_contexts(packed)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def looped(make_model: ModelFactory) -> LoopedMoE:
 
 
 @pytest.fixture(scope="module")
-def prompts(sample: Sample) -> Sample:
+def prompts(sample: EvalSet) -> EvalSet:
     """The text as if it were prompts: the second half of each document is another in the corrupted version."""
     tokens, document_of = sample.contexts.tokens, sample.document_of
     roles = np.full(tokens.shape, -1, dtype=np.int8)
@@ -60,7 +60,7 @@ def prompts(sample: Sample) -> Sample:
         corrupted[row[0], at[changed]] = (tokens[row[0], at[changed]] + 5) % 55 + 3
         counted[row[0], at[-1]] = changed.any()
     assert document_of.max() == sample.documents - 1
-    return Sample(sample.contexts, counted, sample.facets, corrupted=corrupted, roles=roles)
+    return EvalSet(sample.contexts, counted, sample.facets, corrupted=corrupted, roles=roles)
 
 
 def test_every_experiment_is_found_by_its_file_and_says_what_it_answers() -> None:
@@ -73,14 +73,14 @@ def test_every_experiment_is_found_by_its_file_and_says_what_it_answers() -> Non
 
 def test_an_unknown_option_is_refused(looped, sample) -> None:
     with pytest.raises(InputError, match="readout has no option loops; it has none"):
-        experiment("readout", looped, sample, loops=3)
+        run_experiment("readout", looped, sample, loops=3)
 
 
 def test_every_result_has_a_definition_an_interval_and_survives_json(looped, sample, prompts) -> None:
     for name in registered():
         chosen = {"attribution": {"exact": 3}, "loop_count": {"loops": (1, 2)}}.get(name, {})
         ticks: list[tuple[int, int]] = []
-        results = experiment(
+        results = run_experiment(
             name,
             looped,
             prompts if name == "patching" else sample,
@@ -96,7 +96,7 @@ def test_every_result_has_a_definition_an_interval_and_survives_json(looped, sam
 
 
 def test_results_are_items_and_attributes(looped, sample) -> None:
-    results = experiment("skip_visit", looped, sample)
+    results = run_experiment("skip_visit", looped, sample)
     assert isinstance(results, Results) and results.skip_block is results["skip_block"] and "skip_visit" in dir(results)
     with pytest.raises(InputError, match="has no result 'loss'; it has skip_visit, skip_block"):
         results["loss"]
@@ -105,7 +105,7 @@ def test_results_are_items_and_attributes(looped, sample) -> None:
 
 
 def test_a_skipped_block_is_the_model_run_once_whichever_visit_is_skipped(looped, sample, packed) -> None:
-    results = experiment("skip_visit", looped, sample)
+    results = run_experiment("skip_visit", looped, sample)
     worth = text_loss(with_loop_count(looped, 1, "kept"), packed) - text_loss(looped, packed)
     np.testing.assert_allclose(results.skip_block.sel(slice="text").values, [worth, worth], atol=1e-6)
     one = results.skip_visit.sel(slice="text", step=lambda s: (s.layer, s.visit) == (2, 1))
@@ -115,7 +115,7 @@ def test_a_skipped_block_is_the_model_run_once_whichever_visit_is_skipped(looped
 
 
 def test_loop_counts_are_models_of_that_many_visits(looped, sample, packed) -> None:
-    results = experiment("loop_count", looped, sample, loops=[1, 2, 3])
+    results = run_experiment("loop_count", looped, sample, loops=[1, 2, 3])
     loss = results.loss.sel(slice="text")
     for scale_name in ("rescaled", "kept"):
         expected = [text_loss(with_loop_count(looped, r, scale_name), packed) for r in (1, 2, 3)]
@@ -125,11 +125,11 @@ def test_loop_counts_are_models_of_that_many_visits(looped, sample, packed) -> N
 
 
 def test_patching_the_whole_difference_wins_all_back_and_one_head_what_a_hook_does(looped, prompts) -> None:
-    by_part = experiment("patching", looped, prompts, by="part")
+    by_part = run_experiment("patching", looped, prompts, by="part")
     first = by_part.recovered.sel(step=lambda s: s.index == 0)
     np.testing.assert_allclose(first.values[0, ROLES.index("last input")], 1.0, atol=1e-5)
     np.testing.assert_allclose(first.values[0, [0, 1, 2]], 0.0, atol=1e-5)
-    heads = experiment("patching", looped, prompts).recovered
+    heads = run_experiment("patching", looped, prompts).recovered
     tokens, segments = torch.from_numpy(prompts.contexts.tokens), torch.from_numpy(prompts.contexts.segments)
     other = torch.from_numpy(prompts.corrupted)
     counted = torch.from_numpy(prompts.counted[:, 1:])
@@ -161,9 +161,9 @@ def test_patching_the_whole_difference_wins_all_back_and_one_head_what_a_hook_do
 )
 def test_patching_refuses_what_it_cannot_do(chosen, said, looped, prompts, sample) -> None:
     with pytest.raises(InputError, match=said):
-        experiment("patching", looped, prompts, **chosen)
+        run_experiment("patching", looped, prompts, **chosen)
     with pytest.raises(InputError, match="of_dyck"):
-        experiment("patching", looped, sample)
+        run_experiment("patching", looped, sample)
 
 
 def test_attribution_is_the_derivative_of_the_loss_in_a_units_strength(make_model, sample) -> None:
@@ -188,13 +188,13 @@ def test_what_is_checked_spans_the_ranking_and_is_exact(looped, sample) -> None:
     picked = spread(total, 3)
     assert picked[0] == (0, 1) and picked[2] == (1, 2) and picked[1] in ((0, 0), (1, 1))  # least, a middle one, most
     assert len(spread(total, 99)) == 6
-    results = experiment("attribution", looped, sample, exact=4, ablation="mean")
+    results = run_experiment("attribution", looped, sample, exact=4, ablation="mean")
     assert results.heads_checked.values.shape == (2, 4)
     worst = np.abs(np.subtract(*results.heads_checked.values)).max()
     assert float(results.heads_worst_error.values) == pytest.approx(worst)
     assert -1 <= float(results.experts_rank_correlation.values) <= 1
     with pytest.raises(InputError, match="'zero' or 'mean'"):
-        experiment("attribution", looped, sample, ablation="resample")
+        run_experiment("attribution", looped, sample, ablation="resample")
 
 
 def test_rank_correlation_by_hand() -> None:
@@ -218,7 +218,7 @@ def test_the_gradient_at_a_pattern_is_the_slope_and_at_expert_numbers_there_is_n
 
 
 def test_the_lenses_end_where_the_model_does(looped, sample, packed, text) -> None:
-    results = experiment("readout", looped, sample)
+    results = run_experiment("readout", looped, sample)
     loss = results.loss
     np.testing.assert_allclose(loss.sel(step=lambda s: s.index == 5).values[:, 0], text_loss(looped, packed), rtol=1e-6)
     assert np.isnan(results.flips.values[:, 0]).all()
@@ -236,7 +236,7 @@ def test_the_lenses_end_where_the_model_does(looped, sample, packed, text) -> No
 def test_steps_visits_and_what_is_left_to_go(make_model, sample, text) -> None:
     """In float64: the experiment's batches have other shapes than `text`, and another shape rounds otherwise."""
     looped = make_model(2, dtype=torch.float64)
-    results = experiment("convergence", looped, sample)
+    results = run_experiment("convergence", looped, sample)
     with capture(looped, ["resid"]) as captured:
         looped(*text)
     chosen = torch.from_numpy(sample.counted)
@@ -246,12 +246,12 @@ def test_steps_visits_and_what_is_left_to_go(make_model, sample, text) -> None:
     cosine = torch.nn.functional.cosine_similarity(x[3] - x[1], x[5] - x[3], dim=-1)
     assert float(results.visit_angle.values[1]) == pytest.approx(float(cosine.arccos().rad2deg().mean()), rel=1e-6)
     assert results.visit_distance.values[-1] == results.step_distance.values[-1] == 0
-    longer = experiment("convergence", looped, sample, loops=5)
+    longer = run_experiment("convergence", looped, sample, loops=5)
     assert longer.visit_size.labels["visit"] == [1, 2, 3, 4, 5] and len(longer.step_size.values) == 12
 
 
 def test_nulls_hold_the_observed_likeness_and_less_of_it_between_documents(looped, sample, text) -> None:
-    results = experiment("nulls", looped, sample)
+    results = run_experiment("nulls", looped, sample)
     with capture(looped, ["V", "experts"]) as captured:
         looped(*text)
     chosen = torch.from_numpy(sample.counted)
@@ -267,7 +267,7 @@ def test_nulls_hold_the_observed_likeness_and_less_of_it_between_documents(loope
 
 
 def test_routing_counts_add_up(looped, sample, text) -> None:
-    results = experiment("routing_dynamics", looped, sample, tokens=3, at_least=1)
+    results = run_experiment("routing_dynamics", looped, sample, tokens=3, at_least=1)
     np.testing.assert_allclose(results.load.values.sum(1), 3.0)
     together, moved = results.together.values, results.transitions.values
     np.testing.assert_allclose(np.diagonal(together, axis1=1, axis2=2), results.load.values)
@@ -280,12 +280,12 @@ def test_routing_counts_add_up(looped, sample, text) -> None:
 @pytest.mark.parametrize("name", ["skip_visit", "loop_count", "nulls", "mechanism_ledger"])
 def test_an_unlooped_model_is_refused_where_visits_matter(name, make_model, sample) -> None:
     with pytest.raises(InputError, match="unlooped"):
-        experiment(name, make_model(1), sample)
+        run_experiment(name, make_model(1), sample)
 
 
 def test_an_unlooped_model_has_routing_readout_and_attribution_all_the_same(make_model, sample) -> None:
     model = make_model(1)
-    assert set(experiment("routing_dynamics", model, sample)) == {"entropy", "load", "together"}
-    assert experiment("attribution", model, sample, exact=0).heads.values.shape == (4, 4)
-    lenses = experiment("readout", model, sample).loss.values
+    assert set(run_experiment("routing_dynamics", model, sample)) == {"entropy", "load", "together"}
+    assert run_experiment("attribution", model, sample, exact=0).heads.values.shape == (4, 4)
+    lenses = run_experiment("readout", model, sample).loss.values
     np.testing.assert_array_equal(lenses[0], lenses[1])  # nothing follows a loop, so the two lenses are one

@@ -21,9 +21,9 @@ from visitlens.hooks.interventions.intervene import skip, take
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiments import experiment
+from visitlens.probe.experiments import run_experiment
 from visitlens.probe.experiments.mechanism_ledger import ATTENTION, ROUTED, SKIPPED
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.samples.scores import score
 
 CONTENT = 7
@@ -76,7 +76,7 @@ def model_of_values() -> LoopedMoE:
     return model.eval().requires_grad_(False)
 
 
-def steps_of_two(documents: int = 12) -> Sample:
+def steps_of_two(documents: int = 12) -> EvalSet:
     """Documents that first name every token, each after its successor, and then step by s(s(t)); those steps count."""
     rng = np.random.default_rng(0)
     named, steps = 2 * CONTENT, 12
@@ -93,21 +93,21 @@ def steps_of_two(documents: int = 12) -> Sample:
     counted[:, 2 + named :] = True
     hashes = np.arange(documents, dtype=np.uint64)
     packed = PackedTokens(tokens, segments, np.arange(documents, dtype=np.int32), hashes)
-    return Sample(packed, counted, {"kind": ["text"] * documents})
+    return EvalSet(packed, counted, {"kind": ["text"] * documents})
 
 
-def planted(mechanism: str) -> tuple[LoopedMoE, Sample]:
+def planted(mechanism: str) -> tuple[LoopedMoE, EvalSet]:
     if mechanism == "values":
         return model_of_values(), steps_of_two()
     built = plant()
-    return built.model, Sample.of_dyck(built.tokenizer, built.model.config, prompts=4, shots=(1, 2, 4))
+    return built.model, EvalSet.of_dyck(built.tokenizer, built.model.config, prompts=4, shots=(1, 2, 4))
 
 
 @pytest.mark.parametrize("mechanism", ["queries", "values"])
 def test_the_ledger_names_the_planted_mechanism_and_no_other(mechanism: str) -> None:
     """The rest may do a little harm (the second visit's larger stream makes what it reads smaller), never earn anything."""
     model, sample = planted(mechanism)
-    ledger = experiment("mechanism_ledger", model, sample).mechanism_ledger
+    ledger = run_experiment("mechanism_ledger", model, sample).mechanism_ledger
     stat = ledger.sel(slice=next(iter(sample.slices)))
     gain = float(stat.sel(form="alone", mechanism="whole update").values)
     assert gain > 1.5
@@ -120,8 +120,8 @@ def test_the_ledger_names_the_planted_mechanism_and_no_other(mechanism: str) -> 
 def test_each_row_is_the_difference_of_two_losses(
     make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens]
 ) -> None:
-    model, sample = make_model(3), Sample.of_contexts(make_text())
-    ledger = experiment("mechanism_ledger", model, sample, visits=(2, 3)).mechanism_ledger.sel(slice="text")
+    model, sample = make_model(3), EvalSet.of_contexts(make_text())
+    ledger = run_experiment("mechanism_ledger", model, sample, visits=(2, 3)).mechanism_ledger.sel(slice="text")
     every = ("Q", "K", "V", "experts", "gates", "expert_in")
 
     def mean(chain: list) -> float:
@@ -141,8 +141,8 @@ def test_each_row_is_the_difference_of_two_losses(
 def test_a_model_without_a_later_visit_is_refused(
     make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens]
 ) -> None:
-    sample = Sample.of_contexts(make_text())
+    sample = EvalSet.of_contexts(make_text())
     with pytest.raises(InputError, match="no later visit"):
-        experiment("mechanism_ledger", make_model(1), sample)
+        run_experiment("mechanism_ledger", make_model(1), sample)
     with pytest.raises(InputError, match="visits 1 <= a < b <= 2"):
-        experiment("mechanism_ledger", make_model(2), sample, visits=(1, 3))
+        run_experiment("mechanism_ledger", make_model(2), sample, visits=(1, 3))

@@ -15,8 +15,8 @@ from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.forward import Forward
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.experiments import experiment
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.experiments import run_experiment
+from visitlens.probe.samples.sample import EvalSet
 
 CLOSE = 1e-9
 """Of float64 sums over a few hundred tokens: their rounding is 1e-13 or less, and float32 would show with 1e-7."""
@@ -25,7 +25,7 @@ CLOSE = 1e-9
 @dataclass(frozen=True)
 class Setting:
     model: LoopedMoE
-    sample: Sample
+    sample: EvalSet
     tokens: Tensor
     segments: Tensor
 
@@ -35,7 +35,7 @@ def setting(make_model: Callable[..., LoopedMoE], make_text: Callable[..., Packe
     packed = make_text(lengths=(9, 20, 3, 30, 12, 2, 14, 8, 8))
     return Setting(
         make_model(2, dtype=torch.float64),
-        Sample.of_contexts(packed),
+        EvalSet.of_contexts(packed),
         torch.from_numpy(packed.tokens).long(),
         torch.from_numpy(packed.segments),
     )
@@ -43,7 +43,7 @@ def setting(make_model: Callable[..., LoopedMoE], make_text: Callable[..., Packe
 
 def test_the_logit_lens_by_hand(setting: Setting) -> None:
     """Divergence is KL(final || read-out), and an answer flips where the step before reads another one."""
-    results = experiment("readout", setting.model, setting.sample)
+    results = run_experiment("readout", setting.model, setting.sample)
     with torch.no_grad():
         with capture(setting.model, ["resid_out"]) as captured:
             setting.model(setting.tokens, setting.segments)
@@ -74,7 +74,7 @@ def test_the_logit_lens_by_hand(setting: Setting) -> None:
 
 def test_each_null_by_hand(setting: Setting) -> None:
     """Observed, shuffled between documents, and both less the mean of *their own* visit over every real token."""
-    results = experiment("nulls", setting.model, setting.sample, seed=3)
+    results = run_experiment("nulls", setting.model, setting.sample, seed=3)
     sites = ("resid", "V", "moe_write")
     with torch.no_grad(), capture(setting.model, [*sites, "experts"]) as captured:
         setting.model(setting.tokens, setting.segments)

@@ -24,8 +24,7 @@ from visitlens.probe.gallery.figure import Figure, find, registered
 from visitlens.probe.gallery.write_figures import write_figures
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import Pair
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 FIGURES = registered()
 SLUGS = [figure.slug for figure in FIGURES]

@@ -21,7 +21,7 @@ from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest, plan_recording
+from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest, prepare_recording
 from visitlens.probe.jobs.processes import context
 from visitlens.probe.model.bundled import PAIR, SAMPLE
 
@@ -108,7 +108,7 @@ def test_where_a_recording_comes_from_and_what_to_be_warned_of(tmp_path: Path) -
     prepared = PreparedRun(request(tmp_path / "r", synthetic="random weights"))
     assert repr(prepared).startswith("PreparedRun(2,0") and "level tokens)" in repr(prepared)
     kept = {"level": "activations", "sites": ("Q",)}
-    larger = plan_recording(PAIR["looped"], SAMPLE, tmp_path / "a", max_tokens=2000, **kept)
+    larger = prepare_recording(PAIR["looped"], SAMPLE, tmp_path / "a", max_tokens=2000, **kept)
     assert f"writes about {readable_bytes(larger.bytes_needed)} and a summary to {tmp_path / 'a'}" in str(larger)
     assert not (tmp_path / "a").exists()
     made = prepared.provenance

@@ -14,6 +14,7 @@ import torch
 import visitlens as vl
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.cache import Cache
+from visitlens.hooks.loading.load_model import load_model
 from visitlens.probe.model.model import Model
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.specialisation import expert_specialisation
@@ -81,16 +82,16 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         lambda m, r: vl.capture(m.native, None).__enter__(),
         r"expected names of sites, such as \['Q', 'PV'\]",
     ),
-    "no checkpoint": (lambda m, r: vl.load_model(None), "expected a checkpoint folder or a hub name, got None"),
+    "no checkpoint": (lambda m, r: load_model(None), "expected a checkpoint folder or a hub name, got None"),
     "no such device": (lambda m, r: vl.load(device="tpu9"), "expected a device of this machine, .* got 'tpu9'"),
     "truths as ids": (lambda m, r: m.run([True]), "expected a text, a list of texts or token ids"),
     "three axes": (lambda m, r: m.run(torch.zeros(2, 2, 2, dtype=torch.long)), r"\[position\] or \[text, position\]"),
     "loops as text": (lambda m, r: m.with_loops("2"), "expected at least 1 visit, a whole number, got '2'"),
     "sample of nothing": (lambda m, r: m.sample(None), "expected a file, a folder or several texts, got None"),
     "sample of numbers": (lambda m, r: m.sample([1]), "expected a file, a folder or several texts, got 1"),
-    "experiment on text": (lambda m, r: m.experiment("nulls", "text"), r"expected a Sample \(model\.sample\(\), "),
+    "experiment on text": (lambda m, r: m.experiment("nulls", "text"), r"expected an EvalSet \(model\.sample\(\), "),
     "experiment on nothing": (
-        lambda m, r: vl.experiment("nulls", None, m.dyck(1, (1,))),
+        lambda m, r: vl.run_experiment("nulls", None, m.dyck(1, (1,))),
         "adapted model, got NoneType",
     ),
     "difference to nothing": (lambda m, r: r.diff(None), "expected another run of the same text, got None"),

@@ -24,8 +24,7 @@ from visitlens.probe.gallery.figure import find, registered
 from visitlens.probe.gallery.write_figures import write_figures, write_file
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
-from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 from visitlens.probe.report.findings import (
     CLAIMS,
     FAILS,
@@ -180,11 +179,11 @@ def test_drawing_imports_neither_torch_nor_pandas(pair: Pair, tmp_path: Path) ->
     assert pair.looped is not None and pair.baseline is not None
     code = f"""
 import sys
-from visitlens.probe.reading.recorded_run import open
+from visitlens.probe.reading.recorded_run import open_recording
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.report.report import write_report
-pair = Pair(open({str(pair.looped.recording.path)!r}), open({str(pair.baseline.recording.path)!r}))
+pair = Pair(*map(open_recording, [{str(pair.looped.recording.path)!r}, {str(pair.baseline.recording.path)!r}]))
 write_report(pair, {str(tmp_path)!r}, formats=["html", "csv"])
 pair.looped.sink_mass().plot().to_json()
 print(sorted({{"torch", "pandas", "transformer_lens", "kaleido"}} & set(sys.modules)))

@@ -17,14 +17,14 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.model.bundled import PAIR, SAMPLE
 from visitlens.probe.samples.dyck_prompts import PAIRS
-from visitlens.probe.samples.sample import ROLES, Sample
+from visitlens.probe.samples.sample import ROLES, EvalSet
 from visitlens.probe.samples.scores import score
 
 CONFIG, TOKENIZER = load_config(PAIR["looped"]), load_tokenizer(PAIR["looped"])
 
 
 def test_text_has_categories_lengths_and_counts_all_but_segment_starts() -> None:
-    sample = Sample.of_text(SAMPLE, TOKENIZER, CONFIG, max_tokens=3000, context_length=256)
+    sample = EvalSet.of_text(SAMPLE, TOKENIZER, CONFIG, max_tokens=3000, context_length=256)
     segments = sample.contexts.segments
     assert sample.counts.sum() == (segments >= 0).sum() - len(sample.contexts.segment_document)
     assert next(iter(sample.slices)) == "text" and {"code", "web", "up to 128 tokens"} <= set(sample.slices)
@@ -38,13 +38,13 @@ def test_text_has_categories_lengths_and_counts_all_but_segment_starts() -> None
 
 def test_texts_that_hold_no_token_are_left_out_with_their_labels() -> None:
     documents = [Document("", "a"), Document("one two", "b"), "three"]
-    sample = Sample.of_text(documents, TOKENIZER, CONFIG)
+    sample = EvalSet.of_text(documents, TOKENIZER, CONFIG)
     assert list(sample.facets["category"]) == ["b", ""] and sample.documents == 2
     assert list(sample.slices) == ["text", "b", "up to 128 tokens"]
 
 
 def test_dyck_prompts_are_whole_and_only_closers_count() -> None:
-    sample = Sample.of_dyck(TOKENIZER, CONFIG, prompts=5, shots=(0, 2, 8), seed=3)
+    sample = EvalSet.of_dyck(TOKENIZER, CONFIG, prompts=5, shots=(0, 2, 8), seed=3)
     tokens, document_of = sample.contexts.tokens, sample.document_of
     assert sample.roles is not None and sample.corrupted is not None
     for number, prompt in enumerate(sample.prompts):
@@ -60,19 +60,19 @@ def test_dyck_prompts_are_whole_and_only_closers_count() -> None:
         assert (roles == 2).sum() == sum(b - a for a, b in prompt.demonstrations)
         assert (roles == 4).sum() == prompt.answer[1] - prompt.answer[0]
     assert list(sample.slices) == ["dyck", "0 shots", "2 shots", "8 shots"]
-    again = Sample.of_dyck(TOKENIZER, CONFIG, prompts=5, shots=(0, 2, 8), seed=3)
+    again = EvalSet.of_dyck(TOKENIZER, CONFIG, prompts=5, shots=(0, 2, 8), seed=3)
     assert again.contexts.sha256 == sample.contexts.sha256
 
 
 def test_prompts_longer_than_a_context_or_none_are_refused() -> None:
     with pytest.raises(InputError, match="longer than the context of 40"):
-        Sample.of_dyck(TOKENIZER, CONFIG, prompts=1, shots=(8,), context_length=40)
+        EvalSet.of_dyck(TOKENIZER, CONFIG, prompts=1, shots=(8,), context_length=40)
     with pytest.raises(InputError, match="at least one prompt"):
-        Sample.of_dyck(TOKENIZER, CONFIG, prompts=0)
+        EvalSet.of_dyck(TOKENIZER, CONFIG, prompts=0)
 
 
 def test_means_and_intervals_are_over_documents(make_text: Callable[..., PackedTokens]) -> None:
-    sample = Sample.of_contexts(make_text())
+    sample = EvalSet.of_contexts(make_text())
     values = np.arange(sample.documents, dtype=float)
     measure = Measure("m", "M", (), "nats", "", "ours")
     stat = sample.stat(measure, values * sample.counts, sample.counts, {})
@@ -86,7 +86,7 @@ def test_scores_with_a_shared_prefix_are_those_of_whole_forwards(
     at: str, make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens]
 ) -> None:
     model, packed = make_model(3), make_text()
-    sample = Sample.of_contexts(packed)
+    sample = EvalSet.of_contexts(packed)
     chain = {
         "take": [take("V"), take("experts", visit=3)],
         "skip": [skip(layer=2, visit=3)],
@@ -114,7 +114,7 @@ def test_scores_with_a_shared_prefix_are_those_of_whole_forwards(
 def test_a_slice_of_few_documents_has_no_interval_and_a_rare_one_has(make_text: Callable[..., PackedTokens]) -> None:
     packed = make_text(lengths=[6] * 40)
     kinds = ["few"] * 3 + ["rare"] * 5 + ["most"] * 32
-    sample = Sample.of_contexts(packed, {"category": kinds})
+    sample = EvalSet.of_contexts(packed, {"category": kinds})
     loss = sample.counts * np.arange(40)
     stat = sample.stat(
         Measure("m", "M", ("slice",), "nats", "", "ours"), *sample.by_slice(loss), {"slice": list(sample.slices)}
@@ -134,8 +134,8 @@ class NoBOS:
 
 
 def test_dyck_prompts_of_a_model_without_bos_begin_with_their_own_first_token() -> None:
-    led = Sample.of_dyck(TOKENIZER, CONFIG, prompts=2, shots=(1,), seed=3)
-    bare = Sample.of_dyck(TOKENIZER, NoBOS, prompts=2, shots=(1,), seed=3)
+    led = EvalSet.of_dyck(TOKENIZER, CONFIG, prompts=2, shots=(1,), seed=3)
+    bare = EvalSet.of_dyck(TOKENIZER, NoBOS, prompts=2, shots=(1,), seed=3)
     for number in range(2):
         ours, theirs = (sample.contexts.segments == number for sample in (bare, led))
         assert bare.contexts.tokens[ours].tolist() == led.contexts.tokens[theirs].tolist()[1:]
@@ -145,4 +145,4 @@ def test_dyck_prompts_of_a_model_without_bos_begin_with_their_own_first_token() 
 
 def test_a_context_of_0_is_no_missing_number() -> None:
     with pytest.raises(InputError, match="at least 2 positions, got 0"):
-        Sample.of_text(["a b c"], TOKENIZER, CONFIG, context_length=0)
+        EvalSet.of_text(["a b c"], TOKENIZER, CONFIG, context_length=0)

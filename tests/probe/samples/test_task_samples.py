@@ -21,7 +21,7 @@ from visitlens.probe.experiments.patching import patching
 from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.model.model import Model
 from visitlens.probe.samples.dyck_prompts import dyck_prompt
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.tasks.brackets import Brackets
 from visitlens.probe.tasks.hops import Hops
 from visitlens.probe.tasks.task_file import Example, write_task
@@ -59,11 +59,11 @@ def examples() -> list[Example]:
 
 
 @pytest.fixture(scope="module")
-def sample(examples: list[Example]) -> Sample:
-    return Sample.of_task(examples, TOKENIZER, CONFIG, name="hops")
+def sample(examples: list[Example]) -> EvalSet:
+    return EvalSet.of_task(examples, TOKENIZER, CONFIG, name="hops")
 
 
-def test_exactly_the_answers_count_and_facets_are_slices(sample: Sample, examples: list[Example]) -> None:
+def test_exactly_the_answers_count_and_facets_are_slices(sample: EvalSet, examples: list[Example]) -> None:
     assert sample.documents == 16 and sample.counts.tolist() == [1.0] * 16
     answers = [TOKENIZER.token_to_id(example.text[-1]) for example in examples]
     order = np.argsort(sample.document_of[sample.counted])
@@ -72,7 +72,7 @@ def test_exactly_the_answers_count_and_facets_are_slices(sample: Sample, example
     assert sample.slices["2 hops"].tolist() == [False] * 8 + [True] * 8
 
 
-def test_twins_differ_in_edges_alone_and_parts_are_those_of_the_file(sample: Sample, examples: list[Example]) -> None:
+def test_twins_differ_in_edges_alone_and_parts_are_those_of_the_file(sample: EvalSet, examples: list[Example]) -> None:
     assert sample.corrupted is not None and sample.roles is not None
     assert sample.role_names == ("start", "edge 1", "edge 2", "hops", "other edges", "symbol", "scored", "other")
     names = np.array(sample.role_names)
@@ -88,33 +88,33 @@ def test_twins_differ_in_edges_alone_and_parts_are_those_of_the_file(sample: Sam
 
 
 def test_a_limit_takes_examples_from_all_over_the_file(examples: list[Example]) -> None:
-    some = Sample.of_task(examples, TOKENIZER, CONFIG, limit=4)
+    some = EvalSet.of_task(examples, TOKENIZER, CONFIG, limit=4)
     assert [some.slices[k].sum() for k in ("1 hop", "2 hops")] == [2, 2]
     with pytest.raises(InputError, match="limit of 0"):
-        Sample.of_task(examples, TOKENIZER, CONFIG, limit=0)
+        EvalSet.of_task(examples, TOKENIZER, CONFIG, limit=0)
     with pytest.raises(InputError, match="at least one example"):
-        Sample.of_task([], TOKENIZER, CONFIG)
+        EvalSet.of_task([], TOKENIZER, CONFIG)
 
 
 def test_spans_of_ordinary_text_count_every_token_that_holds_a_scored_character() -> None:
     text = "The capital of France is Paris, of Norway Oslo."
     spans = [[text.index("Paris"), text.index("Paris") + 5], [text.index("Oslo"), text.index("Oslo") + 4]]
-    one = Sample.of_task([Example.from_json({"text": text, "scored": spans})], WORDS, CONFIG)
+    one = EvalSet.of_task([Example.from_json({"text": text, "scored": spans})], WORDS, CONFIG)
     scored = WORDS.decode(one.contexts.tokens[one.counted].tolist())
     assert scored.split() == ["Paris", "Oslo"]
 
 
 def test_text_that_the_tokenizer_cannot_spell_or_keeps_together_is_refused() -> None:
     with pytest.raises(InputError, match=r"no token for 'z', 'Z'.* is this task the model's"):
-        Sample.of_task([Example.of_answer("a b z Z", " a")], TOKENIZER, CONFIG)
+        EvalSet.of_task([Example.of_answer("a b z Z", " a")], TOKENIZER, CONFIG)
     with pytest.raises(InputError, match=r"merges 'is', which is scored, with the text before it"):
-        Sample.of_task([Example("This", ((2, 4),))], WORDS, CONFIG)
+        EvalSet.of_task([Example("This", ((2, 4),))], WORDS, CONFIG)
     with pytest.raises(InputError, match="as many tokens as its text"):
-        Sample.of_task([Example.of_answer("a b", " c", corrupted="a b b")], TOKENIZER, CONFIG)
+        EvalSet.of_task([Example.of_answer("a b", " c", corrupted="a b b")], TOKENIZER, CONFIG)
     with pytest.raises(InputError, match="must end in the same scored tokens"):
-        Sample.of_task([Example("a b", ((2, 3),), corrupted="a c")], TOKENIZER, CONFIG)
+        EvalSet.of_task([Example("a b", ((2, 3),), corrupted="a c")], TOKENIZER, CONFIG)
     with pytest.raises(InputError, match="longer than the context of 48"):
-        Sample.of_task([Example.of_answer("a b " * 30, "c")], TOKENIZER, CONFIG)
+        EvalSet.of_task([Example.of_answer("a b " * 30, "c")], TOKENIZER, CONFIG)
 
 
 def test_a_dyck_prompt_for_a_tokenizer_without_brackets_says_so() -> None:
@@ -135,7 +135,7 @@ def naive(model: LoopedMoE, example: Example, *chain: object) -> tuple[bool, flo
 
 
 def test_accuracy_under_interventions_is_that_of_one_forward_an_example(
-    model: LoopedMoE, sample: Sample, examples: list[Example]
+    model: LoopedMoE, sample: EvalSet, examples: list[Example]
 ) -> None:
     found = accuracy(model, sample, parts=("Q",))
     chains = {
@@ -163,7 +163,7 @@ def test_accuracy_under_interventions_is_that_of_one_forward_an_example(
             assert found["change"].values[row, column] == pytest.approx(np.mean(right) - np.mean(plain), abs=1e-12)
 
 
-def test_an_unlooped_model_has_its_plain_accuracy_alone(sample: Sample) -> None:
+def test_an_unlooped_model_has_its_plain_accuracy_alone(sample: EvalSet) -> None:
     from dataclasses import replace
 
     unlooped = LoopedMoE(replace(CONFIG, loop_start=0, loop_stop=0, visits=1))
@@ -173,14 +173,14 @@ def test_an_unlooped_model_has_its_plain_accuracy_alone(sample: Sample) -> None:
 
 
 def test_heads_are_ablated_by_the_loss_on_scored_tokens_alone(
-    model: LoopedMoE, sample: Sample, examples: list[Example]
+    model: LoopedMoE, sample: EvalSet, examples: list[Example]
 ) -> None:
     sums = ablate_heads(model, sample_task(sample))
     losses = [naive(model, example)[1] for example in examples]
     assert sums.count.sum() == 16 and sums.intact.sum() == pytest.approx(np.sum(losses), rel=1e-9)
 
 
-def test_patching_takes_a_task_and_names_its_parts(model: LoopedMoE, sample: Sample) -> None:
+def test_patching_takes_a_task_and_names_its_parts(model: LoopedMoE, sample: EvalSet) -> None:
     recovered = patching(model, sample, by="part")["recovered"]
     assert list(recovered.labels["part"]) == list(sample.role_names)
     at = list(sample.role_names).index

@@ -13,7 +13,7 @@ import visitlens as vl
 from visitlens.hooks.models.checkpoint import save_model
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.reading.recorded_run import open as open_recording
+from visitlens.probe.reading.recorded_run import open_recording
 from visitlens.probe.tasks.hops import Hops
 from visitlens.probe.tasks.task_file import write_task
 
