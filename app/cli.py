@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from visitlens import __version__, plugins
 from visitlens.app.terminal.console import console, log_shown, plain
-from visitlens.errors import TRACEBACK, VisitlensError
+from visitlens.errors import TRACEBACK, InputError, VisitlensError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -27,9 +27,15 @@ def about(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-for _module in plugins.modules("visitlens.app.commands"):
-    _name = _module.__name__.rpartition(".")[2]
-    _command = getattr(_module, _name)
+def _name_of(name: str, command: Any) -> list[str]:
+    if not callable(command):
+        raise InputError(f"expected a function or a Typer group, got {command!r:.80}")
+    return [name]
+
+
+_own = {module.__name__.rpartition(".")[2]: module for module in plugins.modules("visitlens.app.commands")}
+_commands = {name: getattr(module, name) for name, module in _own.items()}
+for _name, _command in (_commands | plugins.added("commands", _name_of, _commands)).items():
     if isinstance(_command, typer.Typer):
         app.add_typer(_command, name=_name)
     else:

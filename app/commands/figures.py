@@ -36,7 +36,8 @@ def figures(
 
     if list_:
         for figure in registered():
-            typer.echo(f"{figure.slug:<18} html:{figure.html:<4} pdf:{figure.pdf:<4} {figure.title}")
+            html, pdf = (f"{k}:{v}" if v else "" for k, v in (("html", figure.html), ("pdf", figure.pdf)))
+            typer.echo(f"{figure.slug:<18} {html:<9} {pdf:<8} {figure.title}")
         return
     if not recordings:
         raise InputError("name a recording: visitlens figures LOOPED.vlens [BASELINE.vlens] --out FOLDER")

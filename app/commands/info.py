@@ -17,7 +17,7 @@ def info(
     from visitlens.hooks.recording.format.untrusted import printable
     from visitlens.hooks.recording.store.commit import readable_bytes
     from visitlens.hooks.text.encoder import document_ends
-    from visitlens.probe.reading.recorded_run import open_recording
+    from visitlens.probe.reading.recorded_run import absent_sentences, open_recording
 
     rec = open_recording(recording)
     stored, config, run = rec.recording, rec.recording.config, rec.recording.run
@@ -55,7 +55,7 @@ def info(
         typer.echo(f"analysis   {name}")
     if stored.fetched is not None:
         typer.echo(f"copy       {stored.path}" + ("" if contents else "  (no shard in it yet)"))
-    for warning in stored.warnings:
+    for warning in [*stored.warnings, *absent_sentences(rec)]:
         typer.echo(f"warning    {printable(warning)}")
     for note in config.get("notes", ()):
         typer.echo(f"note       {printable(note)}")

@@ -21,16 +21,27 @@ requests lies in `context.services[PATH]`. A page never reads a path from the UR
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
+from typing import Any
 
 from visitlens import plugins
+from visitlens.errors import InputError
 
 
-@cache
+@plugins.once
 def pages() -> tuple[ModuleType, ...]:
-    """Every page of this folder, in the navigation's order."""
-    return tuple(sorted(plugins.modules(__name__), key=lambda page: page.ORDER))
+    """Every page of this folder, of other packages and of a notebook, in the navigation's order."""
+    own = plugins.modules(__name__)
+    others = plugins.added("pages", _path_of, [page.PATH for page in own])
+    return tuple(sorted([*own, *others.values()], key=lambda page: (page.ORDER, page.TITLE)))
+
+
+def _path_of(name: str, page: Any) -> list[str]:
+    if lacking := [
+        part for part in ("PATH", "TITLE", "ORDER", "NEEDS", "CONTROLS", "layout") if not hasattr(page, part)
+    ]:
+        raise InputError(f"expected a page's module, got {page!r:.80} without {', '.join(lacking)}")
+    return [page.PATH]
 
 
 def find_page(path: str) -> ModuleType | None:

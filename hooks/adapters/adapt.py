@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -16,9 +15,9 @@ from visitlens.hooks.adapters.family import Family
 _FAMILIES = "visitlens.hooks.adapters.families"
 
 
-@cache
+@plugins.once
 def families() -> dict[str, type[Family]]:
-    """Model type -> its family, over every file of `families/`."""
+    """Model type -> its family, over every file of `families/`, other packages and what a notebook registered."""
     plugins.modules(_FAMILIES)
     found: dict[str, type[Family]] = {}
     waiting = [Family]
@@ -28,7 +27,16 @@ def families() -> dict[str, type[Family]]:
             own = not cls.__module__.startswith(_FAMILIES)  # a user's own family isn't for all
             if "model_types" in cls.__dict__ and not own:
                 found.update(dict.fromkeys(cls.model_types, cls))
+    for cls in plugins.added("families", _model_types_of, found).values():
+        found.update(dict.fromkeys(cls.model_types, cls))
     return found
+
+
+def _model_types_of(name: str, cls: Any) -> list[str]:
+    plugins.need(cls, Family)
+    if not cls.__dict__.get("model_types"):
+        raise InputError(f"{cls.__name__} lacks model_types: the model_type of each configuration that it reads")
+    return list(cls.model_types)
 
 
 NO_TOKENS = {

@@ -7,7 +7,6 @@ import html
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +72,18 @@ class Results(Mapping[str, StatArray]):
         return f"<b>{html.escape(self.name)}</b><table>{head}{rows}</table>"
 
 
-@cache
+@plugins.once
 def registered() -> Mapping[str, Experiment]:
-    """Name -> the function of that name in the file of that name, in name order."""
+    """Name -> the function of that name in the file of that name, in name order; then other packages' and a notebook's."""
     named = {module.__name__.rpartition(".")[2]: module for module in plugins.modules(__name__)}
-    return {name: getattr(module, name) for name, module in named.items()}
+    own = {name: getattr(module, name) for name, module in named.items()}
+    return own | plugins.added("experiments", _name_of, own)
+
+
+def _name_of(name: str, function: Any) -> list[str]:
+    if not callable(function) or isinstance(function, type):
+        raise InputError(f"expected a function (model, sample, *, options), got {function!r:.80}")
+    return [name]
 
 
 def find(name: str) -> Experiment:
@@ -91,8 +97,10 @@ def find(name: str) -> Experiment:
 
 
 def question(name: str) -> str:
-    """What an experiment answers, in one line: the first of its file."""
-    return (import_module(find(name).__module__).__doc__ or "").splitlines()[0]
+    """What an experiment answers, in one line: the first of its file, or of its function where the file has none."""
+    function = find(name)
+    said = import_module(function.__module__).__doc__ or function.__doc__ or name
+    return said.strip().splitlines()[0]
 
 
 def options(name: str) -> dict[str, inspect.Parameter]:

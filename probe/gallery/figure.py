@@ -6,7 +6,6 @@ import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import plotly.graph_objects as go
@@ -29,15 +28,16 @@ _RAGGED = (
 class Figure(ABC):
     """One file in `probe/figures` holds one figure; being there is being registered.
 
-    `html` and `pdf` are the paper's two numberings (arXiv 2609.01343 v3), which clash; `question` is what the figure
+    `html` and `pdf` are the paper's two numberings (arXiv 2609.01343 v3), which clash; a figure that the paper doesn't have
+    leaves them out. `question` is what the figure
     answers, in one sentence. `sides` are the models it draws: without the looped one there is no figure, without the
     Baseline the picture says so. `over` is what it draws of a grid: one cell, a row of scales, a column of sparsity levels,
     or all; a pair is a grid of one cell where `panels_of_a_pair` says so.
     """
 
     slug: ClassVar[str]
-    html: ClassVar[str]
-    pdf: ClassVar[str]
+    html: ClassVar[str] = ""
+    pdf: ClassVar[str] = ""
     title: ClassVar[str]
     question: ClassVar[str]
     sides: ClassVar[tuple[str, ...]] = ("looped",)
@@ -135,13 +135,32 @@ def panel_series(data: Mapping[str, Any], panel: Mapping[str, Any]) -> dict[str,
     return {name: data["series"][key] for name, key in panel.get("series", {}).items()}
 
 
-@cache
+_FOLDER = "visitlens.probe.figures"
+
+
+@plugins.once
 def registered() -> tuple[Figure, ...]:
-    """Every figure of `probe/figures`, in the paper's order."""
-    plugins.modules("visitlens.probe.figures")
-    return tuple(
-        sorted((cls() for cls in Figure.__subclasses__()), key=lambda figure: int(re.sub(r"\D", "", figure.html)))
-    )
+    """Every figure: those of `probe/figures` in the paper's order, then those that it doesn't have, then other packages'."""
+    plugins.modules(_FOLDER)
+    own = sorted((cls() for cls in Figure.__subclasses__() if cls.__module__.startswith(f"{_FOLDER}.")), key=_place)
+    others = plugins.added("figures", _slug_of, [figure.slug for figure in own])
+    return (*own, *(cls() for cls in others.values()))
+
+
+def _place(figure: Figure) -> tuple[bool, int, str]:
+    """Sorts by the paper's number, figures without one last."""
+    return figure.html == "", int(re.sub(r"\D", "", figure.html) or 0), figure.slug
+
+
+def _slug_of(name: str, cls: Any) -> list[str]:
+    plugins.need(cls, Figure, "slug", "title", "question")
+    return [cls.slug]
+
+
+def numbers(figure: Figure) -> str:
+    """Where the paper has it: `html:28, pdf:19a`; empty where it doesn't."""
+    known = {"html": figure.html, "pdf": figure.pdf}
+    return ", ".join(f"{numbering}:{number}" for numbering, number in known.items() if number)
 
 
 def find(name: str) -> Figure:
@@ -152,7 +171,7 @@ def find(name: str) -> Figure:
     """
     figures = registered()
     for figure in figures:
-        if name in (figure.slug, f"html:{figure.html}", f"pdf:{figure.pdf}"):
+        if name and name in (figure.slug, *numbers(figure).split(", ")):
             return figure
     slugs = [figure.slug for figure in figures]
     if re.fullmatch(r"\d+[a-z]?", name):
@@ -162,5 +181,5 @@ def find(name: str) -> Figure:
         )
     near = difflib.get_close_matches(name, slugs, 1)
     hint = f", did you mean {near[0]!r}?" if near else ";"
-    numbers = ", ".join(f"{figure.slug} (html:{figure.html}, pdf:{figure.pdf})" for figure in figures)
-    raise InputError(f"no figure {name!r}{hint} there are {numbers}")
+    known = ", ".join(f"{figure.slug} ({where})" if (where := numbers(figure)) else figure.slug for figure in figures)
+    raise InputError(f"no figure {name!r}{hint} there are {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cache
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +22,25 @@ if TYPE_CHECKING:
     from visitlens.hooks.capture.capture import StepValues
 
 
-@cache
+_FOLDER = "visitlens.probe.statistics"
+
+
+@plugins.once
 def registered() -> tuple[type[Statistic], ...]:
-    """Every Statistic in `probe/statistics`, in name order."""
-    plugins.modules("visitlens.probe.statistics")
-    return tuple(sorted(Statistic.__subclasses__(), key=lambda c: c.__name__))
+    """Every Statistic of `probe/statistics`, in name order, then those of other packages and of a notebook."""
+    plugins.modules(_FOLDER)
+    own = [cls for cls in Statistic.__subclasses__() if cls.__module__.startswith(f"{_FOLDER}.")]
+    taken = {measure.name for cls in own for measure in cls.measures}
+    others = list(plugins.added("statistics", _measures_of, taken).values())
+    # A notebook's class counts by being defined, as in version 0.1; defined again, the last one does.
+    local = {cls.__name__: cls for cls in Statistic.__subclasses__() if cls.__module__ == "__main__"}
+    others += [cls for name, cls in local.items() if name not in {other.__name__ for other in others}]
+    return (*sorted(own, key=lambda c: c.__name__), *others)
+
+
+def _measures_of(name: str, cls: Any) -> list[str]:
+    plugins.need(cls, Statistic, "measures", "sites")
+    return [measure.name for measure in cls.measures]
 
 
 class StatisticsCollector:
@@ -52,7 +66,12 @@ class StatisticsCollector:
                 raise InputError(f"no measure {', '.join(sorted(unknown))}; this model has {', '.join(names)}")
             available = [s for s in available if wanted & {m.name for m in s.measures}]
         self.statistics = available
-        kept = [(s, m) for s in available for m in s.measures if m.name not in self.left_out]
+        kept = [
+            (s, replace(m, package=plugins.package_of(type(s))))
+            for s in available
+            for m in s.measures
+            if m.name not in self.left_out
+        ]
         self.measures: dict[str, Measure] = {m.name: m for _, m in kept}
         self.sites = frozenset().union(*(s.sites for s in available)) - set(geometry.missing)
         self._nowhere = {m.name: cells for s, m in kept if (cells := self._lacking(s, m)).any()}

@@ -25,7 +25,8 @@ class Measure:
     """What a number means. Written into every recording, so that an old one describes itself.
 
     `axes` name the dimensions of one token's value, in order; `paper` is the place in SMELT (arXiv 2609.01343) or "ours".
-    `grouped=False` keeps one total for the whole recording: no interval can be formed.
+    `grouped=False` keeps one total for the whole recording: no interval can be formed. `package` is the one that brings
+    the statistic, where it isn't visitlens; the recorder fills it in.
     """
 
     name: str
@@ -35,21 +36,25 @@ class Measure:
     definition: str
     paper: str
     grouped: bool = True
+    package: str = ""
 
     def to_attributes(self) -> dict[str, str]:
+        """As a recording holds it: axes joined by commas; the package where another one than visitlens defines it."""
         return {
             "title": self.title,
             "axes": ",".join(self.axes),
             "unit": self.unit,
             "definition": self.definition,
             "paper": self.paper,
+            **({"package": self.package} if self.package else {}),
         }
 
     @classmethod
     def from_attributes(cls, name: str, attributes: Mapping[str, str], grouped: bool) -> Measure:
         axes = tuple(a for a in attributes["axes"].split(",") if a)
         texts = {key: str(attributes[key]) for key in ("title", "unit", "definition", "paper")}
-        return cls(name=name, axes=axes, grouped=grouped, **texts)
+        package = str(attributes.get("package", ""))
+        return cls(name=name, axes=axes, grouped=grouped, package=package, **texts)
 
 
 @dataclass(frozen=True)

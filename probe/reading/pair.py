@@ -8,7 +8,7 @@ from typing import Any
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.reading.recorded_run import RecordedRun, absent_sentences
 
 _FEW_DOCUMENTS = 30
 
@@ -117,6 +117,7 @@ def _run_warnings(run: RecordedRun) -> list[str]:
         found.append(
             f"{run.name}: {recording.documents} documents are few for a document bootstrap; its intervals are too narrow."
         )
+    found += [f"{run.name}: {sentence}." for sentence in absent_sentences(run)]
     for name, totals in recording.totals.items():
         if lost := int(totals.non_finite.sum()):
             found.append(f"{run.name}: {lost:,} values of {name} were NaN or infinite and are left out.")

@@ -19,6 +19,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.recording.format.schema import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
+from visitlens.plugins import is_installed
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.measures.axes import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
 from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
@@ -69,6 +70,19 @@ class RecordedRun:
     def measures(self) -> tuple[str, ...]:
         """What `stat` can return."""
         return tuple(sorted(self._totals))
+
+    @property
+    def absent_packages(self) -> dict[str, tuple[str, ...]]:
+        """Package -> the measures of it that this recording holds, of packages that aren't installed here.
+
+        Their numbers and definitions are read all the same; only recording them again needs the package.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self.measures:
+            package = self._totals[name].attributes.get("package", "")
+            if package and not is_installed(package):
+                found[package] = (*found.get(package, ()), name)
+        return found
 
     def phase(self, name: str) -> RecordedRun:
         """Its statistics over one phase of generated texts: "prefill", the prompts, or "decode", what the model wrote.
@@ -367,8 +381,17 @@ class RecordedRun:
             else "unlooped"
         )
         state = "complete" if r.complete else f"{r.tokens / r.run['tokens']:.0%} recorded"
+        absent = "".join(f"; {sentence}" for sentence in absent_sentences(self))
         phase = f" ({self._phase} alone)" if self._phase else ""
-        return f"RecordedRun({self.name}{phase}: {len(self.plan.visits)} layers, {loop}, {self.tokens:,} tokens of {r.documents} document{'s' * (r.documents != 1)}, level {r.level}, {state})"
+        return f"RecordedRun({self.name}{phase}: {len(self.plan.visits)} layers, {loop}, {self.tokens:,} tokens of {r.documents} document{'s' * (r.documents != 1)}, level {r.level}, {state}{absent})"
+
+
+def absent_sentences(run: RecordedRun) -> list[str]:
+    """One for each package that isn't installed here and defines measures of the recording."""
+    return [
+        f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} of the package {package}, which isn't installed"
+        for package, names in run.absent_packages.items()
+    ]
 
 
 def step_label(step: Step) -> str:

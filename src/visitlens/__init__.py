@@ -53,6 +53,7 @@ _EXPORTS = {
     "Layer": "visitlens.hooks.adapters.family.Layer",
     "Read": "visitlens.hooks.adapters.family.Read",
     # Extensions: what a statistic or figure of your own is made of
+    "register": "visitlens.plugins.register",
     "Statistic": "visitlens.probe.measures.statistic.Statistic",
     "TokenValues": "visitlens.probe.measures.statistic.TokenValues",
     "Figure": "visitlens.probe.gallery.figure.Figure",
