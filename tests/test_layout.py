@@ -224,7 +224,7 @@ run.recording.token_table(), run.recording.experts(1, 2), run.recording.token_st
 try:
     visitlens.load("nope")
 except visitlens.VisitlensError as error:
-    assert "bundled models are smelt and baseline" in str(error)
+    assert "bundled models are smelt, baseline, hops" in str(error)
 heavy = ("torch", "transformer_lens", "transformers", "pandas")
 loaded = [h for h in heavy if h in sys.modules]
 assert not loaded, f"reading a recording imported {loaded}"

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.checkpoint import save_weights
@@ -26,61 +28,37 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.ladder.trainer import Recipe, Trainer
 from visitlens.probe.tasks.batch import Generator, TaskBatch
+from visitlens.probe.tasks.recipe import TaskRecipe
 from visitlens.probe.tasks.stream import TaskStream, held_out
 
 LOOP_COUNTS = 3  # first word of the seeds by which loop counts are drawn
 Progress = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class TaskRecipe:
-    """What decides what is learnt, beside the model and the task.
-
-    A stage is done when held-out accuracy on all of its facet values is at least `pass_at`; the last one when it is at
-    least `ready_at`. `tokens` is the most that the constant rate gets.
-    """
-
-    tokens: int
-    decay_tokens: int
-    facet: str = "k"
-    pass_at: float = 0.9
-    ready_at: float = 0.97
-    warmup_tokens: int = 300_000
-    batch: int = 64
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    seed: int = 0
-    look_updates: int = 50
-    held_out: int = 64
-    """Contexts of a look."""
-    loop_counts: tuple[int, ...] = ()
-    """Loop counts of which one is drawn for each update; a batch then asks for no more hops (stages) than its loop count.
-    Empty: always the configuration's. Writes in the span keep the configuration's scale whatever the count."""
-
-    def rate(self, decays_from: int | None) -> tuple[Recipe, int | None]:
-        """The trainer's recipe and its horizon."""
-        horizon = None if decays_from is None else decays_from + self.decay_tokens
-        recipe = Recipe(
-            horizons=(horizon or self.tokens + self.decay_tokens,),
-            decay_tokens=self.decay_tokens,
-            warmup_tokens=self.warmup_tokens,
-            batch=self.batch,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-        )
-        return recipe, horizon
+def _rate(recipe: TaskRecipe, decays_from: int | None) -> tuple[Recipe, int | None]:
+    """The trainer's recipe and its horizon."""
+    horizon = None if decays_from is None else decays_from + recipe.decay_tokens
+    trainers = Recipe(
+        horizons=(horizon or recipe.tokens + recipe.decay_tokens,),
+        decay_tokens=recipe.decay_tokens,
+        warmup_tokens=recipe.warmup_tokens,
+        batch=recipe.batch,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+    )
+    return trainers, horizon
 
 
 @torch.no_grad()
-def accuracy(model: LoopedMoE, drawn: TaskBatch, facet: str) -> dict[int, float]:
+def accuracy(model: LoopedMoE, drawn: TaskBatch, facet: str) -> dict[str, float]:
     """Share of scored tokens that are the most likely one, by the facet's values."""
     tokens, scored = torch.from_numpy(drawn.tokens), torch.from_numpy(drawn.scored[:, 1:])
     logits = model(tokens)
     assert logits is not None
     right = (logits[:, :-1].argmax(-1) == tokens[:, 1:])[scored].numpy()
     values = drawn.facets[facet][drawn.scored]
-    return {int(value): float(right[values == value].mean()) for value in sorted(set(values.tolist()))}
+    return {str(value): float(right[values == value].mean()) for value in sorted(set(values.tolist()))}
 
 
 def train_task(
@@ -89,14 +67,23 @@ def train_task(
     recipe: TaskRecipe,
     out: Path,
     on_look: Progress = lambda row: None,
+    *,
+    start: Path | None = None,
 ) -> Path:
     """Trains until the task is learnt or its tokens are spent; the checkpoint folder.
 
+    Args:
+        start: the folder of a finished run of the same model and task, whose weights at its last look this one begins with,
+            at its last stage.
+
     Raises:
-        InputError: `out` holds a run of another model, task or recipe.
+        InputError: `out` holds a run of another model, task or recipe, or `start` holds none of this model.
         VisitlensError: the loss is no longer finite; the last checkpoint is kept.
     """
-    return _Run(config, task, recipe, out, on_look).finish()
+    run = _Run(config, task, recipe, out, on_look)
+    if start is not None:
+        run.begin_with(start)
+    return run.finish()
 
 
 class _Run:
@@ -106,11 +93,24 @@ class _Run:
         self.config, self.task, self.recipe, self.out, self.on_look = config, task, recipe, out, on_look
         self.stream = TaskStream(task, recipe.batch, recipe.seed)
         self._claim()
-        self.trainer = Trainer(config, recipe.rate(None)[0], self.stream)
+        self.trainer = Trainer(config, _rate(recipe, None)[0], self.stream)
         self.state = out / "state.safetensors"
         if self.state.is_file():
             self.trainer.restore(self.state)
             self._forget_later_looks()
+
+    @torch.no_grad()
+    def begin_with(self, start: Path) -> None:
+        """The weights of another run, if this one has none of its own yet."""
+        if self.trainer.seen:
+            return
+        try:
+            weights = load_file(start / "state.safetensors")
+            for name, parameter in self.trainer.model.named_parameters():
+                parameter.copy_(weights[f"weight.{name}"])
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:  # no file, or another model's
+            raise InputError(f"{start} holds no run of this model to begin with ({error})") from error
+        self.stream.stage = self.stages
 
     def finish(self) -> Path:
         folder = self.out / "model"
@@ -119,7 +119,7 @@ class _Run:
         row: dict[str, Any] = {}
         update = 0
         while not self._done():
-            self.trainer.recipe, horizon = self.recipe.rate(self.stream.decays_from)
+            self.trainer.recipe, horizon = _rate(self.recipe, self.stream.decays_from)
             step = self._step(horizon)
             update += 1
             if update % self.recipe.look_updates == 0:
@@ -128,7 +128,7 @@ class _Run:
 
     def _step(self, horizon: int | None) -> dict[str, float]:
         counts = self.recipe.loop_counts
-        if not counts:
+        if not counts or self.stream.stage < self.recipe.loop_counts_from:
             return self.trainer.step(horizon)
         model, stage, whole = self.trainer.model, self.stream.stage, self.trainer.model.plan
         rng = np.random.default_rng((LOOP_COUNTS, self.recipe.seed, self.stream.drawn))
@@ -148,11 +148,10 @@ class _Run:
 
     def _look(self, step: dict[str, float]) -> dict[str, Any]:
         stream, recipe, seen = self.stream, self.recipe, self.trainer.seen
-        drawn = held_out(self.task, recipe.held_out, stream.stage)
-        reached = accuracy(self.trainer.model, drawn, recipe.facet)
+        reached = self._reached()
         row = {"tokens": seen, "seconds": round(self.trainer.seconds), "stage": stream.stage, "loss": step["loss"]}
         row |= {"learning_rate": step["learning_rate"], "accuracy": reached}
-        last = stream.stage == self.task.stages
+        last = stream.stage >= self.stages
         worst = min(reached.values())
         if not last and worst >= recipe.pass_at:
             stream.stage += 1
@@ -163,6 +162,28 @@ class _Run:
         self.trainer.save(self.state)
         self.on_look(row)
         return row
+
+    @property
+    def stages(self) -> int:
+        """The task's, and one more where loop counts are drawn after them."""
+        return max(self.task.stages, self.recipe.loop_counts_from if self.recipe.loop_counts else 1)
+
+    def _reached(self) -> dict[str, float]:
+        """Held-out accuracy by facet value; past the task's own stages by loop count too, as far as each was asked to go."""
+        model, recipe, stage = self.trainer.model, self.recipe, self.stream.stage
+        if stage <= self.task.stages:
+            return accuracy(model, held_out(self.task, recipe.held_out, stage), recipe.facet)
+        found, whole = {}, model.plan
+        try:
+            for count in recipe.loop_counts:
+                model.plan = replace(self.config.loop_spec, visits=count).plan()
+                drawn = held_out(self.task, recipe.held_out, min(count, self.task.stages))
+                found |= {
+                    f"{value} at {count} loops": share for value, share in accuracy(model, drawn, recipe.facet).items()
+                }
+        finally:
+            model.plan = whole
+        return found
 
     def _forget_later_looks(self) -> None:
         """Drops a look that was written before a stop kept its state from being saved: it will be made again."""

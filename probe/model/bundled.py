@@ -1,4 +1,4 @@
-"""What ships with visitlens: a trained pair of tiny models and held-out text. No torch."""
+"""What ships with visitlens: a trained pair of tiny models, held-out text, and specimens with their task. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ SAMPLE = ASSETS / "sample" / "heldout.jsonl.xz"
 LADDER = ASSETS / "ladder"
 """A folder with `grid.json`: one row and one column of the mini grid."""
 PAIR = {"looped": ASSETS / "models" / "smelt", "baseline": ASSETS / "models" / "baseline"}
+SPECIMENS = {name: ASSETS / "models" / name for name in ("hops", "hops-fixed")}
+"""Models trained on a task (`visitlens specimens`)."""
 TASKS = {name: ASSETS / "tasks" / f"{name}.jsonl" for name in ("hops",)}
 """Held-out examples of the tasks that come with models of their own."""
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.text.documents import read_documents
-from visitlens.probe.model.bundled import PAIR
+from visitlens.probe.model.bundled import PAIR, SPECIMENS
 
 if TYPE_CHECKING:
     from visitlens.probe.model.model import Model
 
-BUNDLED = {"smelt": PAIR["looped"], "baseline": PAIR["baseline"]}
+BUNDLED = {"smelt": PAIR["looped"], "baseline": PAIR["baseline"], **SPECIMENS}
 _HUB_NAME_PARTS = 2
 
 
@@ -28,7 +28,7 @@ def checkpoint(source: str | Path) -> Path:
         raise InputError(f"{folder} is a recording: open it with visitlens.open(...)")
     if not folder.is_dir() and (len(folder.parts) != _HUB_NAME_PARTS or folder.is_absolute() or folder.exists()):
         raise CheckpointError(
-            f"{source}: no such checkpoint folder; bundled models are {' and '.join(BUNDLED)}, a hub name is owner/name"
+            f"{source}: no such checkpoint folder; bundled models are {', '.join(BUNDLED)}, a hub name is owner/name"
         )
     return folder
 
@@ -52,8 +52,8 @@ def load(
     bos: str | int | None = None,
     **options: Any,
 ) -> Model:
-    """A model to probe: a checkpoint folder (native, of transformers, or with a loader of its own), a hub name, or `smelt` or `baseline`, the two
-    that ship with visitlens; or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
+    """A model to probe: a checkpoint folder (native, of transformers, or with a loader of its own), a hub name, or a model that ships with
+    visitlens by its name (`smelt`, `baseline`, `hops`; `visitlens specimens` lists the trained tasks); or a model in memory (native, adapted, or of transformers) with its `tokenizer`.
 
     `bos` is the token that leads a text: an id, a name or "none"; by default what the configuration says, else what the tokenizer
     itself puts in front, else none. `options` are those of `visitlens.hooks.loading.load_model.load_model`, for example `steps=8` or `trust_remote_code=True`.

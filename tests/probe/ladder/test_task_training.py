@@ -130,7 +130,7 @@ def test_accuracy_by_facet_counts_the_most_likely_token_by_hand(monkeypatch: pyt
     logits = np.eye(TASK.vocab_size)[np.where(right, drawn.tokens, 0)[:, 1:]]
     logits = np.concatenate([logits, logits[:, :1]], axis=1)
     monkeypatch.setattr(model, "forward", lambda tokens: torch.from_numpy(logits))
-    assert accuracy(model, drawn, "k") == {1: 0.0, 2: 1.0}
+    assert accuracy(model, drawn, "k") == {"1": 0.0, "2": 1.0}
 
 
 def test_another_recipe_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_load_takes_a_name_or_a_folder_and_no_recording(model: Model, looped_rec
     with pytest.raises(InputError, match=r"visitlens\.open"):
         vl.load(looped_recording.recording.path)
     with pytest.raises(
-        CheckpointError, match="nowhere: no such checkpoint folder; bundled models are smelt and baseline"
+        CheckpointError, match="nowhere: no such checkpoint folder; bundled models are smelt, baseline, hops"
     ):
         vl.load("nowhere")
     again = vl.load(model.native, tokenizer=model.tokenizer)
