@@ -21,7 +21,7 @@ socket.create_connection = socket.getaddrinfo = _refuse
 
 def test_there_are_notebooks() -> None:
     wanted = {"first-look", "who-earns-the-loss", "dyck-head", "write-a-statistic"}
-    wanted |= {"record-your-own-model", "any-hugging-face-model", "from-transformer-lens-and-nnsight"}
+    wanted |= {"hops", "record-your-own-model", "any-hugging-face-model", "from-transformer-lens-and-nnsight"}
     assert wanted | {"reproduce-section-6"} <= {n.stem for n in NOTEBOOKS}
 
 

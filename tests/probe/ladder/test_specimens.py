@@ -166,7 +166,7 @@ def test_a_card_needs_the_run_that_came_before(tmp_path: Path, monkeypatch: pyte
     then = replace(first, name="then", continues="first")
     monkeypatch.setattr(specimens, "SPECIMENS", {"first": first, "then": then})
     folder = train_task(first.config, first.task, first.recipe, tmp_path / "run")
-    with pytest.raises(InputError, match="neither in .* nor bundled"):
+    with pytest.raises(InputError, match=r"neither in .* nor bundled"):
         finish(then, folder)
 
 
