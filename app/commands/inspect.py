@@ -58,7 +58,7 @@ def _text(found: dict[str, Any]) -> str:
         f"adapter    {found['adapter']}",
         "loop       "
         + (", ".join(f"layer {n} runs {r} times" for n, r in visits.items()) or "none: each layer runs once"),
-        *([f"documents  {found['documents']}"] if found["documents"] else []),
+        *([f"documents  {found['documents']}"] if found.get("documents") else []),
         "",
         "step  layer  visit  module",
         *(f"{s['index']:>4}  {s['layer']:>5}  {s['visit']:>5}  {s['module']}" for s in found["steps"]),

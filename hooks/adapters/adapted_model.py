@@ -36,16 +36,17 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         self.model, self.family, self.visits = model, family, visits
         self.expert_outputs: dict[nn.Module, Tensor] = {}
         """What each expert of a bank gave in its last call, while someone watches."""
-        with self._looping(), evaluating(model):
-            try:
+        try:
+            with self._looping(), evaluating(model):
                 self.anatomy = family.anatomy(model)
-            except AttributeError as error:
-                raise InputError(
-                    f"the adapter {type(family).__name__} doesn't fit this {type(model).__name__}: {error}"
-                ) from error
+            self.config = family.facts(model, self.anatomy)
+            self.body = family.body(model)
+        except AttributeError as error:
+            raise InputError(
+                f"the adapter {type(family).__name__} doesn't fit this {type(model).__name__}: {error}. A fork that only runs its layers "
+                "in another order is read by its family's adapter with an `order` of its own (docs/adapters.md, Writing one)"
+            ) from error
         self.plan = ExecutionPlan.from_layers(self.anatomy.order)
-        self.config = family.facts(model, self.anatomy)
-        self.body = family.body(model)
         self.masks = MaskRules(self.config.family)
         """What the masks that attention was given so far say of each step's rows."""
         self.cache: Cache | None = None

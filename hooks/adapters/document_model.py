@@ -74,6 +74,12 @@ class DocumentModel(InstrumentedModel):
                 self.part = None
             if piece is None:
                 continue
+            if piece.shape[:2] != documents.shape:
+                raise InputError(
+                    f"{self.config.family} gave logits of shape {tuple(piece.shape)} for tokens of shape {tuple(documents.shape)}; expected "
+                    "one row a token. A model that computes the last position's alone is asked for all by an argument of its forward "
+                    "(`Family.call`), or run with return_type='none'"
+                )
             if part.whole:
                 logits = piece.flatten(0, 1)
                 break

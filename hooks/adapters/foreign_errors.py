@@ -8,7 +8,7 @@ from traceback import walk_tb
 
 import torch
 
-from visitlens.errors import TRACEBACK, CheckpointError, VisitlensError
+from visitlens.errors import TRACEBACK, CheckpointError, InputError, VisitlensError
 
 PACKAGE = "visitlens_folder_"
 """How the names of such code's modules begin (`own_loader`)."""
@@ -39,6 +39,11 @@ def forward_told() -> Iterator[None]:
     except (VisitlensError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if isinstance(error, RuntimeError) and "multiple of 16 bytes" in str(error):
+            raise InputError(
+                "torch's grouped product of experts takes rows of a multiple of 16 bytes, and an expert or the residual stream of this "
+                'model is of another width: call model.set_experts_implementation("eager") before adapting it'
+            ) from error
         place = place_of(error, own_fault=True)
         if place is None or "can't allocate memory" in str(error):  # of torch, on a CPU
             raise

@@ -64,6 +64,7 @@ def conditions(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
         _writes(model, tokens),
         _rows(model, tokens),
         *_experts(model, tokens),
+        *_router(model, tokens),
         _documents(model, tokens),
         _layout(model, tokens),
         _padding(model, tokens),
@@ -230,6 +231,25 @@ def _experts(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
             f"gates times outputs = what the bank gave, within {worst:.1e} of its size",
         )
     ]
+
+
+def _router(model: AdaptedModel, tokens: Tensor) -> list[Guard]:
+    """Gates against a softmax over the router's scores, both as shares of the experts used. None of a model that says its router
+    is another, or has none."""
+    config = model.config
+    if any(name in config.missing for name in ("softmax router", "router", "experts", "gates")):
+        return []
+    captured, worst = _observe(model, ["router", "experts", "gates"], tokens), 0.0
+    for step in _steps(captured, "router"):
+        scores, experts, gates = (captured.at(site, step) for site in ("router", "experts", "gates"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        shares = scores.to(wide).softmax(-1).gather(-1, experts.long())
+        shares, gates = (x.to(wide) / x.to(wide).sum(-1, keepdim=True) for x in (shares, gates))
+        worst = max(worst, difference(gates.to(scores.dtype), shares.to(scores.dtype)))
+    ok = worst < 10 * tolerance(model)  # what comes behind a softmax in lower precision is rounded more often
+    said = f"gates are a softmax of the router's scores over the experts used, within {worst:.1e}"
+    advice = '; say missing={"softmax router": "its scores are sigmoids"}, or name the family that reads it so'
+    return [Guard("router", ok, said if ok else said.replace("are", "aren't", 1).replace("within", "off by") + advice)]
 
 
 def _documents(model: AdaptedModel, tokens: Tensor) -> Guard:

@@ -100,9 +100,15 @@ def load_transformers(
         if not isinstance(error, (OSError, ValueError, KeyError, ImportError)):
             raise
         raise CheckpointError(f"{source}: transformers can't load it ({error})") from error
-    if dtype == "float64" and getattr(model.config, "_experts_implementation", None):
-        model.set_experts_implementation("eager")  # torch's grouped product takes no float64
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm" and not _grouped(model, DTYPES[dtype]):
+        model.set_experts_implementation("eager")
     return model.to(device).eval().requires_grad_(False)
+
+
+def _grouped(model: Any, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product takes the experts' weights: no float64, and rows of a multiple of 16 bytes alone."""
+    banks = [p for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name]
+    return dtype.itemsize < 8 and all(size * dtype.itemsize % 16 == 0 for bank in banks for size in bank.shape[1:])
 
 
 def dtype_named(dtype: str) -> torch.dtype:

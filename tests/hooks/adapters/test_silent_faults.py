@@ -168,3 +168,48 @@ def test_what_a_recording_has_no_room_for_is_refused_and_what_is_written_opens(
         vl.record(tmp_path / "zamba2", words, out, level="activations", sites=("resid", "X"))
     rec = vl.record(tmp_path / "zamba2", words, out, level="activations", sites=("resid", "Q"))
     assert rec.recording.complete and validate(out).exit_code == 0
+
+
+# Routers, logits, families
+
+
+def test_a_sigmoid_router_that_is_read_as_a_softmax_fails_its_guard() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": 3, "intermediate_size": 24, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
+    experts = {"num_experts_per_tok": 3, "n_routed_experts": 7, "n_shared_experts": 1}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Glm4MoeConfig(**sizes, **layers, **experts))
+    read = vl.adapt(model.eval(), family="qwen3_moe")
+    guards = {guard.name: guard for guard in conditions(read, sample_tokens(read))}
+    assert guards["router"].ok is False and "softmax router" in guards["router"].detail
+
+
+def test_routers_that_are_a_softmax_pass_their_guard(adapted: Callable[..., Any]) -> None:
+    for name in ("qwen3_moe", "olmoe", "mixtral", "gpt_oss"):
+        model = adapted(name)
+        assert {g.name: g.ok for g in conditions(model, sample_tokens(model))}["router"] is True, name
+
+
+def test_logits_of_the_last_position_alone_are_refused_with_the_remedy(changed: Callable[..., Path]) -> None:
+    own = changed(("model.py", "return self.head(self.norm(x))", "return self.head(self.norm(x))[:, -1:]"))
+    with pytest.raises(InputError, match=r"logits of shape \(2, 1, 61\).*expected one row a token"):
+        vl.load_model(own, **TRUST)(torch.randint(3, 61, (2, 12)))
+
+
+def test_a_family_that_does_not_fit_is_refused_with_what_to_write(make_hf: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match=r"doesn't fit this Llama.*qk_nope_head_dim.*`order`"):
+        vl.adapt(make_hf("llama"), family="deepseek_v3")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_experts_of_any_width_run_in_any_precision(dtype: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 18, "num_attention_heads": 3, "num_key_value_heads": 3}
+    experts = {"num_hidden_layers": 2, "intermediate_size": 7, "num_experts_per_tok": 3, "num_local_experts": 5}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**sizes, **experts))
+    with pytest.raises(InputError, match=r'set_experts_implementation\("eager"\)'):
+        vl.adapt(model.eval())(torch.randint(3, 61, (1, 12)))
+    model.save_pretrained(tmp_path)
+    logits = vl.load_model(tmp_path, dtype=dtype)(torch.randint(3, 61, (1, 12)))
+    assert logits is not None and bool(logits.isfinite().all())
