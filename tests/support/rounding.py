@@ -7,6 +7,8 @@ float32 matrices on the CPU (matmul, linear, einsum, bmm, addmm, attention) such
 The noise is a function of the product's values and shape: the same product has the same noise, wherever it is computed,
 so that equality to the bit of one computation with itself stays a claim. Another batch has another noise. A product that
 float32 holds exactly (a one-hot selection, small integers) has none, as no order of its sums rounds it.
+
+`refuse_near_equality` is the other side: no test may take a difference for an effect that rounding could have made.
 """
 
 from __future__ import annotations
@@ -53,6 +55,31 @@ def disturb_products(units: float) -> torch.library.Library:
     put("mv", _product)
     put("_scaled_dot_product_flash_attention_for_cpu", _attention)
     return library
+
+
+def refuse_near_equality(units: float) -> Callable[[], None]:
+    """Makes `torch.equal` fail where float32 tensors differ by as little as rounding in another order may make them differ: then
+    whether they are equal hangs on rounding, whichever of the two a test asserts. Returns what undoes it.
+
+    units: how little, in units in the last place of the largest value.
+    """
+    equal = torch.equal
+
+    def decided(a: Tensor, b: Tensor) -> bool:
+        if equal(a, b):
+            return True
+        if a.shape == b.shape and a.dtype == b.dtype == torch.float32:
+            size = max(float(x.nan_to_num(posinf=0, neginf=0).abs().max()) for x in (a, b))
+            near = torch.allclose(a, b, rtol=0, atol=units * _EPSILON * size)
+            assert not near, f"whether these are equal hangs on rounding: they differ by {(a - b).abs().max():.2g} of {size:.2g}"
+        return False
+
+    torch.equal = decided
+
+    def undo() -> None:
+        torch.equal = equal
+
+    return undo
 
 
 def noisy(exact: Tensor, magnitude: Tensor, units: float) -> Tensor:
