@@ -42,7 +42,8 @@ def text(packed: PackedTokens) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def looped(make_model: ModelFactory) -> LoopedMoE:
-    return make_model(2)
+    """In float64: an experiment's batches have other shapes than `text`, and a forward of another shape rounds otherwise."""
+    return make_model(2, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +234,7 @@ def test_the_lenses_end_where_the_model_does(looped, sample, packed, text) -> No
     assert float(loss.sel(lens="logit lens").values[0]) == pytest.approx(expected, rel=1e-6)
 
 
-def test_steps_visits_and_what_is_left_to_go(make_model, sample, text) -> None:
-    """In float64: the experiment's batches have other shapes than `text`, and another shape rounds otherwise."""
-    looped = make_model(2, dtype=torch.float64)
+def test_steps_visits_and_what_is_left_to_go(looped, sample, text) -> None:
     results = run_experiment("convergence", looped, sample)
     with capture(looped, ["resid"]) as captured:
         looped(*text)
