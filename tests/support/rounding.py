@@ -21,6 +21,14 @@ import torch
 from torch import Tensor
 
 _EPSILON = torch.finfo(torch.float32).eps
+FORWARD = 512
+"""Roundings of a forward of the tiny models: some sixty products one after another, each of up to 64 terms, whose sums in another
+order differ by a few units in the last place of their terms."""
+
+
+def bound(dtype: torch.dtype, roundings: int = FORWARD) -> float:
+    """What so many roundings may change of a value of size 1."""
+    return roundings * torch.finfo(dtype).eps
 
 
 def disturb_products(units: float) -> torch.library.Library:
@@ -71,7 +79,9 @@ def refuse_near_equality(units: float) -> Callable[[], None]:
         if a.shape == b.shape and a.dtype == b.dtype == torch.float32:
             size = max(float(x.nan_to_num(posinf=0, neginf=0).abs().max()) for x in (a, b))
             near = torch.allclose(a, b, rtol=0, atol=units * _EPSILON * size)
-            assert not near, f"whether these are equal hangs on rounding: they differ by {(a - b).abs().max():.2g} of {size:.2g}"
+            assert not near, (
+                f"whether these are equal hangs on rounding: they differ by {(a - b).abs().max():.2g} of {size:.2g}"
+            )
         return False
 
     torch.equal = decided
