@@ -1,0 +1,1 @@
+"""One file is one figure of a table of runs."""
