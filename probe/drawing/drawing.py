@@ -29,7 +29,9 @@ def frame(
     panels: Mapping[str, Any] | None = None,
     lines: bool = True,
 ) -> go.Figure:
-    """An empty figure with title and subtitle; with `lines`, room for a legend below. `panels` are `make_subplots` arguments."""
+    """An empty figure with title and subtitle; with `lines`, room for a legend below. `panels` are `make_subplots` arguments.
+
+    The subtitle is `data["subtitle"]`, escaped already, or says which recordings these are."""
     figure = make_subplots(**(panels or {}))
     figure.update_annotations(font={"size": 14, "color": theme.ink})
     named = 0 if panels is None or "subplot_titles" not in panels else _PANEL_NAMES
@@ -37,7 +39,7 @@ def frame(
         template=theme.template(),
         width=width,
         height=height,
-        title=title_block(theme, data["title"], subtitle(data, lines)),
+        title=title_block(theme, data["title"], data.get("subtitle") or subtitle(data, lines)),
         margin={"t": HEAD_MARGIN + named, "l": 72, "r": 28, "b": 110 if lines else 70},
         legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom", "x": 0, "xanchor": "left"},
     )

@@ -80,7 +80,7 @@ def caption(data: Mapping[str, Any], files: Sequence[str] = ()) -> str:
     entries = list(data["series"].values())
     models = [(side, data["models"][side]) for side in data["sides"] if data["models"][side]]
     notes = "".join(f"<p>{escape(note)}</p>" for note in data["notes"])
-    counts = "; ".join(
+    counts = escape(data.get("counts", "")) or "; ".join(
         f"{escape(model['name'])}: {model['documents']:,} documents, {model['tokens']:,} tokens" for _, model in models
     )
     aggregations = "; ".join(dict.fromkeys(e["aggregation"] for e in entries if e["role"] != "chance"))
@@ -139,6 +139,8 @@ def _json_script(name: str, text: str) -> str:
 def _in_the_paper(data: Mapping[str, Any]) -> str:
     if (paper := data.get("paper")) is None:
         return ""
+    if "html" not in paper:  # a figure of a table of runs says its place whole
+        return f"<dt>In the paper</dt><dd>{escape(paper['place'])} ({escape(paper['source'])})</dd>\n"
     where = f"Figure {escape(paper['html'])} of the HTML, {escape(paper['pdf'])} of the PDF ({escape(paper['source'])})"
     return f"<dt>In the paper</dt><dd>{where}</dd>\n"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -22,7 +22,7 @@ from visitlens.probe.drawing import page
 from visitlens.probe.drawing.images import IMAGE_FORMATS, render
 from visitlens.probe.drawing.series import csv_rows
 from visitlens.probe.drawing.theme import Theme, find_theme
-from visitlens.probe.gallery.figure import Figure, find, registered
+from visitlens.probe.gallery.figure import find, registered
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 
@@ -31,11 +31,19 @@ Progress = Callable[[int, int], None]
 Warn = Callable[[str], None]
 
 
+class Drawable(Protocol):
+    """A registered figure: of recordings, or of a table of runs."""
+
+    @property
+    def slug(self) -> str: ...
+    def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure: ...
+
+
 @dataclass(frozen=True)
 class Drawing:
     """A figure and the data that it draws; each theme's picture is drawn once, when it is needed."""
 
-    figure: Figure
+    figure: Drawable
     data: Mapping[str, Any]
     _plots: dict[str, go.Figure] = field(default_factory=dict, repr=False, compare=False)
 

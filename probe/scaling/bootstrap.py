@@ -58,7 +58,7 @@ def bootstrap(
         raise InputError(f"expected at least one draw, got {draws}")
     weights = cell_weights(len(cells), draws, seed)
     values = {arch: np.full((draws, 6), np.nan) for arch in fits}
-    problems = {arch: _Refit.of(fit, cells) for arch, fit in fits.items()}
+    problems = {arch: Refit.of(fit, cells) for arch, fit in fits.items()}
     known: dict[tuple[str, bytes], np.ndarray] = {}
     for i, drawn in enumerate(weights):
         for arch, problem in problems.items():
@@ -100,7 +100,7 @@ def cell_index(table: RunTable, cells: tuple[tuple[str, str], ...]) -> np.ndarra
 
 
 @dataclass(frozen=True)
-class _Refit:
+class Refit:
     """One architecture's fit, ready to be repeated with other weights."""
 
     problem: Problem
@@ -110,7 +110,7 @@ class _Refit:
     levels: np.ndarray
 
     @classmethod
-    def of(cls, fit: Fit, cells: tuple[tuple[str, str], ...]) -> _Refit:
+    def of(cls, fit: Fit, cells: tuple[tuple[str, str], ...]) -> Refit:
         problem = Problem.of(fit.endpoints)
         scales, levels = (np.array([cell[i] for cell in cells]) for i in (0, 1))
         return cls(problem, problem.parameters(fit.surface), cell_index(fit.endpoints, cells), scales, levels)

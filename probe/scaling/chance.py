@@ -56,23 +56,27 @@ CHANCE = {task.name: task.chance for task in (*CORE, MMLU)}
 def centred(score: np.ndarray | float, chance: np.ndarray | float) -> np.ndarray:
     """(score - chance) / (1 - chance): 0 at chance, 1 where all is right (Eq. 11).
 
-        >>> float(centred(0.81, 0.62))
-        0.5000000000000001
+    >>> float(centred(0.81, 0.62))
+    0.5000000000000001
     """
     return (np.asarray(score, dtype=np.float64) - chance) / (1 - np.asarray(chance, dtype=np.float64))
 
 
+def known_chance(table: RunTable) -> np.ndarray:
+    """[row] the table's own `chance`, else DCLM's by the task's name; NaN where neither says."""
+    given = table.columns.get("chance", np.full(len(table), np.nan))
+    tasks = table["task"].tolist()
+    return np.array([CHANCE.get(task, np.nan) if np.isnan(c) else c for task, c in zip(tasks, given, strict=True)])
+
+
 def chance_of(table: RunTable) -> np.ndarray:
-    """[row] the table's own `chance`, else DCLM's by the task's name; NaN on rows without a score.
+    """[row] as `known_chance`, of rows with scores.
 
     Raises:
         InputError: tasks that have neither (names them).
     """
-    given = table.columns.get("chance", np.full(len(table), np.nan))
-    tasks = table["task"].tolist()
-    found = np.array([CHANCE.get(task, np.nan) if np.isnan(c) else c for task, c in zip(tasks, given, strict=True)])
-    unknown = sorted({task for task, c, s in zip(tasks, found, table["score"], strict=True) if np.isnan(c) and not np.isnan(s)})
-    if unknown:
+    found = known_chance(table)
+    if unknown := sorted(set(table["task"][np.isnan(found)].tolist())):
         raise InputError(
             f"{table.name}: no chance accuracy of {', '.join(unknown)}; give it in a column chance (DCLM's own tasks have theirs)"
         )

@@ -12,13 +12,17 @@ import numpy as np
 from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.scaling.bootstrap import cell_index, cell_weights, common_cells
-from visitlens.probe.scaling.chance import centred, chance_of
+from visitlens.probe.scaling.chance import centred, chance_of, known_chance
 from visitlens.probe.scaling.table import ENDPOINT, RunTable, describe, keys_of, need
 
 DRAWS = 500
 NEEDED = ("arch", "scale", "level", "D", "loss", "task", "score")
 FILTER = 0.1
 """How far above chance the reference must be for a pair to count among wins, as for MMLU in the paper."""
+_BOUNDS = (np.array([-np.inf, -8.0, -4.0, -8.0]), np.array([np.inf, 5.0, 5.0, 8.0]))
+_INSIDE = (_BOUNDS[0] + 1e-6, _BOUNDS[1] - 1e-6)
+_TOLERANCES = {"xtol": 1e-10, "ftol": 1e-10, "gtol": 1e-12}
+"""Of the curve's parameters, in units of the losses' and scores' own ranges."""
 RESIDUAL = Measure(
     "downstream_residual",
     "Downstream residual",
@@ -98,9 +102,7 @@ class Wins:
     left_out: int
 
 
-def scores_of(
-    table: RunTable, task: str, *, lower_is_better: bool = False, centre: bool = False
-) -> Scores:
+def scores_of(table: RunTable, task: str, *, lower_is_better: bool = False, centre: bool = False) -> Scores:
     """One task's scores with each endpoint's validation loss; the mean over shots' seeds where an endpoint has several rows.
 
     Args:
@@ -115,7 +117,7 @@ def scores_of(
         known = ", ".join(dict.fromkeys(t for t in table["task"].tolist() if t))
         raise InputError(f"{table.name} has no scores of task {task!r}; it has {known}")
     rows = table.where(mine)
-    chance = chance_of(rows) if centre or "chance" in rows.columns else np.full(len(rows), np.nan)
+    chance = chance_of(rows) if centre else known_chance(rows)
     values = centred(rows["score"], chance) if centre else rows["score"]
     endpoint = [c for c in ENDPOINT if c != "seed"]
     losses = _losses(table, endpoint)
@@ -137,7 +139,9 @@ def scores_of(
 
 def tasks_of(table: RunTable) -> list[str]:
     """Tasks with scores, in order of appearance."""
-    return list(dict.fromkeys(t for t, s in zip(table["task"].tolist(), table["score"], strict=True) if t and not np.isnan(s)))
+    return list(
+        dict.fromkeys(t for t, s in zip(table["task"].tolist(), table["score"], strict=True) if t and not np.isnan(s))
+    )
 
 
 def mean_of(parts: Sequence[Scores], name: str) -> Scores:
@@ -181,8 +185,20 @@ def downstream(scores: Scores, target: str, reference: str) -> Downstream:
     return Downstream(scores, target, reference, curve, residuals, warnings)
 
 
-def fit_sigmoid(loss: np.ndarray, score: np.ndarray, lower_is_better: bool, name: str = "the scores", weights: np.ndarray | None = None) -> Sigmoid:
-    """Least squares, the best of eight starts; losses are scaled to their own range meanwhile."""
+def fit_sigmoid(
+    loss: np.ndarray,
+    score: np.ndarray,
+    lower_is_better: bool,
+    name: str = "the scores",
+    *,
+    weights: np.ndarray | None = None,
+    start: Sigmoid | None = None,
+) -> Sigmoid:
+    """Least squares: the best of eight starts, or from one curve alone. Losses and scores are scaled to their own range meanwhile.
+
+    Raises:
+        InputError: fewer than five endpoints, one loss alone, or no convergence.
+    """
     if len(loss) < 5:
         raise InputError(f"{name}: a curve of four parameters needs five endpoints or more, got {len(loss)}")
     if np.ptp(loss) == 0:
@@ -201,19 +217,19 @@ def fit_sigmoid(loss: np.ndarray, score: np.ndarray, lower_is_better: bool, name
         change = size * at * (1 - at) * direction * steep
         return root[:, None] * np.stack([np.ones_like(x), size * at, change * (x - p[3]), -change], 1)
 
-    low = float(score.min()) / height
-    # One that is nearly straight over the losses, and steeper ones, with the middle at either side.
-    starts = [np.array([low, size, steep, at]) for size, steep, at in product((0.0, 1.0), (0.5, 1.8), (-0.4, 0.4))]
-    bounds = ([-np.inf, -8.0, -4.0, -8.0], [np.inf, 5.0, 5.0, 8.0])
-    tight = {"xtol": 1e-14, "ftol": 1e-14, "gtol": 1e-14, "max_nfev": 2000}
-    found = [solve(error, start, slope, bounds=bounds, x_scale="jac", **tight) for start in starts]
+    if start is None:  # nearly straight over the losses, and steeper; with the middle at either side
+        low = float(score.min()) / height
+        shapes = product((0.0, 1.0), (0.5, 1.8), (-0.4, 0.4))
+        starts = [np.array([low, size, steep, at]) for size, steep, at in shapes]
+    else:
+        inner = (start.floor / height, start.height / height, start.steepness * width, (start.middle - middle) / width)
+        starts = [np.clip([inner[0], np.log(inner[1]), np.log(inner[2]), inner[3]], *_INSIDE)]
+    found = [solve(error, at, slope, bounds=_BOUNDS, x_scale="jac", max_nfev=400, **_TOLERANCES) for at in starts]
     best = min((f for f in found if np.isfinite(f.cost)), key=lambda f: f.cost, default=None)
     if best is None:
         raise InputError(f"{name}: the curve doesn't converge; look at its scores")
     floor, size, steep, at = best.x
-    curve = Sigmoid(
-        height * floor, height * np.exp(size), np.exp(steep) / width, middle + width * at, direction
-    )
+    curve = Sigmoid(height * floor, height * np.exp(size), np.exp(steep) / width, middle + width * at, direction)
     total = float(np.sum((score - score.mean()) ** 2))
     return replace(curve, r2=1 - float(np.sum((score - curve(loss)) ** 2)) / total if total else np.nan)
 
@@ -239,7 +255,14 @@ def residuals_by(found: Downstream, column: str = "scale", draws: int = DRAWS, s
         weights = drawn[index[found.reference]].astype(np.float64)
         if np.count_nonzero(weights) < 5:
             continue
-        curve = fit_sigmoid(scores.loss[theirs], scores.score[theirs], scores.lower_is_better, scores.metric, weights)
+        curve = fit_sigmoid(
+            scores.loss[theirs],
+            scores.score[theirs],
+            scores.lower_is_better,
+            scores.metric,
+            weights=weights,
+            start=found.curve,
+        )
         residuals = scores.sign * (scores.score[mine] - curve(scores.loss[mine]))
         times = groups * drawn[index[found.target]]
         with np.errstate(invalid="ignore"):

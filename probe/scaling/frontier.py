@@ -179,22 +179,25 @@ def _derived(
 
 
 def _mark(arch: str, surface: Surface, window: Window, compute: float, sparsity: float) -> str:
-    parts = []
-    if outside := _outside(compute, window.compute):
-        parts.append(f"{compute:.3g} FLOPs is {outside} compute that {arch} was trained with")
+    """`SMELT: C = 1e+22 is 4.5 times the largest trained, F* = 4.54e+10 is 4.41 times the largest trained`; "" inside all three."""
     flops = float(surface.optimal_flops(compute, sparsity))
-    if outside := _outside(flops, window.flops_per_token):
-        parts.append(f"{arch}'s optimum of {flops:.3g} FLOPs per token is {outside} that was trained")
-    if outside := _outside(compute / flops, window.tokens):
-        parts.append(f"{arch}'s optimum of {compute / flops:.3g} tokens is {outside} token count that was trained")
-    return "; ".join(parts)
+    spans = {
+        "C": (compute, window.compute),
+        "F*": (flops, window.flops_per_token),
+        "D*": (compute / flops, window.tokens),
+    }
+    outside = [
+        f"{name} = {v:.3g} is {where} trained" for name, (v, span) in spans.items() if (where := _outside(v, span))
+    ]
+    return f"{arch}: {', '.join(outside)}" if outside else ""
 
 
 def _outside(value: float, span: tuple[float, float]) -> str:
-    low, high = span
-    if value > high:
-        return f"{value / high:.3g} times the largest"
-    return f"{value / low:.3g} times the smallest" if value < low else ""
+    for bound, beyond, name in ((span[1], value / span[1], "largest"), (span[0], span[0] / value, "smallest")):
+        if beyond > 1:
+            way = "above" if name == "largest" else "below"
+            return f"just {way} the {name}" if beyond < 1.05 else f"{value / bound:.3g} times the {name}"
+    return ""
 
 
 def _joined(*parts: str) -> str:

@@ -129,7 +129,9 @@ class Problem:
     def condition(self, parameters: np.ndarray) -> float:
         """Of the Jacobian of log loss by ln E, ln A, ln K, a, b, c: how much the worst mixture of them hides behind the best."""
         shares = _softmax(self.log_terms(parameters))[1]
-        return float(np.linalg.cond(_by_parameter(shares, *(x + c for x, c in zip(self._logs, self.centre, strict=True)))))
+        return float(
+            np.linalg.cond(_by_parameter(shares, *(x + c for x, c in zip(self._logs, self.centre, strict=True))))
+        )
 
     @property
     def _logs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -190,10 +192,14 @@ def fit_law(endpoints: RunTable, arch: str, levels: Sequence[str] = ()) -> Fit:
     results = [problem.minimise(start, weights) for start in problem.starts()]
     converged = [found for found, ok in results if ok]
     if not converged:
-        raise InputError(f"{mine.name}: none of {len(results)} starts of the fit of {arch} converged; look at its losses")
+        raise InputError(
+            f"{mine.name}: none of {len(results)} starts of the fit of {arch} converged; look at its losses"
+        )
     best = min(converged, key=lambda found: found.fun)
     condition = problem.condition(best.x)
-    return Fit(arch, problem.surface(best.x), mine, condition, Window.of(mine), _warnings(mine, best.x, condition, arch))
+    return Fit(
+        arch, problem.surface(best.x), mine, condition, Window.of(mine), _warnings(mine, best.x, condition, arch)
+    )
 
 
 def fit_laws(table: RunTable, levels: Sequence[str] = ()) -> dict[str, Fit]:

@@ -57,9 +57,7 @@ def length_contrasts(
     if FAMILIES[0] not in shapes:
         raise InputError(f"{table.name}: no endpoint has both {target} and {reference} with buckets")
     values = np.stack([shape.mean(0) for shape in shapes.values()])
-    replicates = np.stack(
-        [cell_weights(len(s), draws, seed) @ s / len(s) for s in shapes.values()], 1
-    )
+    replicates = np.stack([cell_weights(len(s), draws, seed) @ s / len(s) for s in shapes.values()], 1)
     labels = {"family": list(shapes), "bucket": buckets}
     how = "; ".join(f"{family}: {len(shape)} pairs" for family, shape in shapes.items())
     shape = StatArray(LENGTH_GAIN, values, labels, replicates, aggregation=f"mean over pairs ({how})")

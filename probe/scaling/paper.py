@@ -36,7 +36,9 @@ def printed() -> dict[str, Any]:
     try:
         return json.loads(FILE.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{FILE} is missing: this copy of visitlens is incomplete; clone the repository again") from error
+        raise InputError(
+            f"{FILE} is missing: this copy of visitlens is incomplete; clone the repository again"
+        ) from error
 
 
 def paper_surfaces() -> dict[str, Surface]:
@@ -55,7 +57,10 @@ def paper_windows() -> dict[str, Window]:
 
 
 def synthetic_runs(
-    noise: float | dict[str, float] = 0.0, seed: int = 0, decimals: int | None = None, surfaces: dict[str, Surface] | None = None
+    noise: float | dict[str, float] = 0.0,
+    seed: int = 0,
+    decimals: int | None = None,
+    surfaces: dict[str, Surface] | None = None,
 ) -> RunTable:
     """72 endpoints an architecture: the 12 sparse cells at six horizons, with losses of the printed surfaces.
 

@@ -18,7 +18,9 @@ CATEGORY_SCORE = Measure(
 )
 
 
-def radar(table: RunTable, target: str, reference: str, scale: str, level: str, tokens: float | None = None) -> StatArray:
+def radar(
+    table: RunTable, target: str, reference: str, scale: str, level: str, tokens: float | None = None
+) -> StatArray:
     """[arch, category] of both models of a pair, at `tokens` or else at their longest common horizon.
 
     Raises:
@@ -33,9 +35,13 @@ def radar(table: RunTable, target: str, reference: str, scale: str, level: str, 
             + (f" at {tokens:.4g} tokens" if tokens is not None else " at the same token count")
         )
     at = max(common) if tokens is None else tokens
-    scores = [_by_task(table.where(mine & (table["arch"] == arch) & (table["D"] == at))) for arch in (reference, target)]
+    scores = [
+        _by_task(table.where(mine & (table["arch"] == arch) & (table["D"] == at))) for arch in (reference, target)
+    ]
     if different := sorted(set(scores[0]) ^ set(scores[1])):
-        raise InputError(f"{table.name}: {scale} {level}: only one of the two has {', '.join(task for _, task in different)}")
+        raise InputError(
+            f"{table.name}: {scale} {level}: only one of the two has {', '.join(task for _, task in different)}"
+        )
     axes = list(dict.fromkeys(axis for axis, _ in scores[0]))
     values = [[np.mean([v for (axis, _), v in mine.items() if axis == wanted]) for wanted in axes] for mine in scores]
     how = f"{scale} {level} at {at:.4g} tokens, {len(scores[0])} tasks"

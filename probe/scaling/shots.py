@@ -111,7 +111,9 @@ def sign_flip(differences: Sequence[float] | np.ndarray) -> SignFlip:
     """
     values = np.asarray(differences, dtype=np.float64)
     if not 1 <= len(values) <= MOST_SEEDS or not np.isfinite(values).all():
-        raise InputError(f"expected 1 to {MOST_SEEDS} finite paired differences, got {len(values)}: {values.tolist()[:5]}")
+        raise InputError(
+            f"expected 1 to {MOST_SEEDS} finite paired differences, got {len(values)}: {values.tolist()[:5]}"
+        )
     if len(values) == 1:  # one flip either way: any p is 1, and scipy wants two values
         return SignFlip(float(values[0]), 1.0, 1)
     try:

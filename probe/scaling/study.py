@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,14 +31,15 @@ class Study:
     """A table, and which of its architectures is compared with which.
 
     `target` is "" where the table has one architecture alone: then there is a frontier, and no gain. `draws` of the bootstrap; 0 leaves
-    intervals out. `levels` are fitted; empty means all. `lower` names tasks whose score is a loss.
+    intervals out. `levels` are fitted; empty means all. `budgets` in FLOPs, of gains; empty means powers of ten as `decades` takes them.
+    `lower` names tasks whose score is a loss.
     """
 
     table: RunTable
     reference: str
     target: str = ""
     levels: tuple[str, ...] = ()
-    budgets: tuple[float, ...] = BUDGETS
+    budgets: tuple[float, ...] = ()
     draws: int = DRAWS
     seed: int = 0
     lower: tuple[str, ...] = ()
@@ -88,6 +90,7 @@ class Study:
             {arch: fit.surface for arch, fit in self.fits.items()},
             {arch: fit.window for arch, fit in self.fits.items()},
             levels_of(self.fits),
+            self.budgets or decades(*(fit.window for fit in self.fits.values())),
             self.resampled,
             tuple(w for fit in self.fits.values() for w in fit.warnings),
         )
@@ -121,6 +124,7 @@ class Laws:
     surfaces: Mapping[str, Surface]
     windows: Mapping[str, Window]
     levels: tuple[Level, ...]
+    budgets: tuple[float, ...]
     draws: Draws | None = None
     warnings: tuple[str, ...] = ()
     brackets: Mapping[tuple[float, str], tuple[float, float]] = field(default_factory=dict)
@@ -129,30 +133,45 @@ class Laws:
     def archs(self) -> tuple[str, ...]:
         return tuple(self.surfaces)
 
-    def frontier(self, arch: str, budgets: Sequence[float] = BUDGETS) -> Marked:
+    def frontier(self, arch: str, budgets: Sequence[float] = ()) -> Marked:
         return frontier(arch, self.surfaces[arch], self.levels, **self._options(budgets))
 
-    def tpp(self, arch: str, budgets: Sequence[float] = BUDGETS) -> Marked:
+    def tpp(self, arch: str, budgets: Sequence[float] = ()) -> Marked:
         return tokens_per_parameter(arch, self.surfaces[arch], self.levels, **self._options(budgets))
 
-    def gain(self, budgets: Sequence[float] = BUDGETS) -> Marked:
+    def gain(self, budgets: Sequence[float] = ()) -> Marked:
         if not self.target:
             raise InputError(f"a gain compares two architectures; there is {self.reference} alone")
         return gain(self.target, self.reference, self.surfaces, self.levels, **self._options(budgets))
 
     def _options(self, budgets: Sequence[float]) -> dict[str, Any]:
-        return {"budgets": budgets, "windows": self.windows, "draws": self.draws}
+        return {"budgets": budgets or self.budgets, "windows": self.windows, "draws": self.draws}
 
 
 def paper_laws() -> Laws:
     """The printed surfaces and intervals: gains come out 0.06 to 0.14 points below the printed ones, because coefficients are rounded."""
     brackets = {
-        (row["budget"], row["level"]): (row["low"] / 100, row["high"] / 100) for row in printed()["compute_gain"]["rows"]
+        (row["budget"], row["level"]): (row["low"] / 100, row["high"] / 100)
+        for row in printed()["compute_gain"]["rows"]
     }
     warnings = ("Intervals are the paper's printed ones; its losses, from which they came, are not published.",)
     return Laws(
-        TARGET, REFERENCE, paper_surfaces(), paper_windows(), paper_levels(), warnings=warnings, brackets=brackets
+        TARGET,
+        REFERENCE,
+        paper_surfaces(),
+        paper_windows(),
+        paper_levels(),
+        BUDGETS,
+        warnings=warnings,
+        brackets=brackets,
     )
+
+
+def decades(*windows: Window) -> tuple[float, ...]:
+    """Powers of ten inside the compute that all architectures were trained with, and the next one; its middle where it holds none."""
+    low, high = max(w.compute[0] for w in windows), min(w.compute[1] for w in windows)
+    inside = [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    return (*inside, 10 * inside[-1]) if inside else (math.sqrt(low * high),)
 
 
 def log_range(low: float, high: float, points: int = 41) -> list[float]:

@@ -74,9 +74,7 @@ def fit_parts(table: RunTable, fits: Mapping[str, Fit], column: str, levels: Seq
     return PartFits(parts.parts, surfaces)
 
 
-def quartiles(
-    table: RunTable, gains: StatArray, target: str, reference: str, column: str = "source"
-) -> StatArray:
+def quartiles(table: RunTable, gains: StatArray, target: str, reference: str, column: str = "source") -> StatArray:
     """[quartile] mean gain of the sources in each quarter, by each pair's own ranking; sizes as `np.array_split` makes them.
 
     A source's gain stays the same in all pairs; its quarter needn't. The mean of quartiles, weighted by their sizes, is the mean of

@@ -7,6 +7,7 @@ One row is one number measured: a validation loss at an endpoint (`loss`), of al
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,10 +20,10 @@ import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
 
-NUMBERS = ("F", "S", "D", "loss", "bucket", "tokens", "k", "seed", "score", "chance")
-TEXTS = ("arch", "scale", "level", "source", "category", "task")
-ENDPOINT = ("arch", "scale", "level", "D", "seed")
-"""What tells one trained model from another."""
+NUMBERS = ("F", "S", "D", "loss", "bucket", "tokens", "k", "seed", "score", "chance", "layers", "looped", "visits")
+TEXTS = ("arch", "scale", "level", "source", "category", "task", "axis")
+ENDPOINT = ("arch", "scale", "level", "D", "seed", "axis", "layers", "looped", "visits")
+"""What tells one trained model from another, where a table has it; the last four are of a sweep over loop designs."""
 PARTS = ("source", "category", "bucket", "task", "k")
 """What a number is of, where it isn't of all validation text."""
 _FINER = {"category": ("source",), "bucket": ("source", "category")}
@@ -126,7 +127,9 @@ class PartLosses:
         mine = _filled(table[column]) & ~np.isnan(table["loss"])
         for other in (c for c in ("bucket", "task") if c != column and c in table.columns):
             mine &= ~_filled(table[other])
-        for finer in (c for c in _FINER.get(column, ()) if c in table.columns):  # averaged only where the part has no row of its own
+        for finer in (
+            c for c in _FINER.get(column, ()) if c in table.columns
+        ):  # averaged only where the part has no row of its own
             own = mine & ~_filled(table[finer])
             mine = own if own.any() else mine
         chosen = table.where(mine)
@@ -208,11 +211,20 @@ def table_of(rows: Sequence[Mapping[str, Any]], name: str, columns: Sequence[str
     return table
 
 
+def to_csv(table: RunTable) -> str:
+    """The table as `read_table` reads it; numbers with all their digits, empty cells empty."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(table.columns)
+    writer.writerows(zip(*(["" if v is None else v for v in _keys(c)] for c in table.columns.values()), strict=True))
+    return buffer.getvalue()
+
+
 def need(table: RunTable, columns: Sequence[str]) -> None:
     """Raises InputError where a column is missing, or empty in all rows; or an identifying one in any row."""
     for column in columns:
         filled = _filled(table[column])
-        whole = column in (*ENDPOINT, "F", "S")
+        whole = column in (*ENDPOINT[:4], "F", "S")
         if not filled.any() or (whole and not filled.all()):
             where = "every row" if not filled.any() else _rows(table.rows[~filled])
             raise InputError(f"{table.name}: column {column} is empty in {where}")
@@ -256,7 +268,9 @@ def _numbers(values: Sequence[Any], column: str, name: str) -> np.ndarray:
         if not np.isfinite(found[i]):
             bad.append(i + 1)
     if bad:
-        raise InputError(f"{name}: column {column} must hold finite numbers, got {values[bad[0] - 1]!r} in {_rows(bad)}")
+        raise InputError(
+            f"{name}: column {column} must hold finite numbers, got {values[bad[0] - 1]!r} in {_rows(bad)}"
+        )
     return found
 
 
