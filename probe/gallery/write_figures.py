@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -34,8 +34,8 @@ Warn = Callable[[str], None]
 class Drawable(Protocol):
     """A registered figure: of recordings, or of a table of runs."""
 
-    @property
-    def slug(self) -> str: ...
+    slug: ClassVar[str]
+
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure: ...
 
 

@@ -147,7 +147,7 @@ def test_what_is_missing_is_said(table, change, message: str) -> None:
 def test_scores_without_a_validation_loss_name_the_endpoint() -> None:
     rows = [r for r in full_rows(1) if r.get("task") or r["scale"] != "100M"]
     with pytest.raises(
-        InputError, match="Baseline 100M 85% at 2.049e.10 tokens has a score of arc_easy but no validation loss"
+        InputError, match=r"Baseline 100M 85% at 2\.049e\+10 tokens has a score of arc_easy but no validation loss"
     ):
         scores_of(table_of(rows, "t"), "arc_easy")
 

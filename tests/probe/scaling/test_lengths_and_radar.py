@@ -47,7 +47,7 @@ def test_every_shape_has_mean_one() -> None:
 
 def test_a_pair_that_does_not_improve_has_no_shape() -> None:
     rows = buckets("Baseline", [10.0] * 4) + buckets("SMELT", [10.0, 10.0, 11.0, 11.0])
-    with pytest.raises(InputError, match="SMELT s 85% over Baseline s 85%.*improves the loss by -0.5 nats"):
+    with pytest.raises(InputError, match=r"SMELT s 85% over Baseline s 85%.*improves the loss by -0.5 nats"):
         length_contrasts(table_of(rows, "t"), "SMELT", "Baseline")
 
 
@@ -64,7 +64,7 @@ def test_the_axes_of_a_pair_are_unweighted_means_over_tasks() -> None:
 
 def test_what_a_pair_lacks_is_said() -> None:
     table = full_table()
-    with pytest.raises(InputError, match="1.6B 90% has no scores of both"):
+    with pytest.raises(InputError, match=r"1\.6B 90% has no scores of both"):
         radar(table, "SMELT", "Baseline", "1.6B", "90%")
     gone = table.where(~((table["task"] == "copa") & (table["arch"] == "SMELT")))
     with pytest.raises(InputError, match="only one of the two has copa"):

@@ -25,7 +25,8 @@ def test_csv_json_and_parquet_hold_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(rows))
     pyarrow = pytest.importorskip("pyarrow", reason="Parquet is the extra visitlens[data]")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(full_rows()), tmp_path / "t.parquet")
+    whole = [{column: row.get(column) for column in table.columns} for row in full_rows()]
+    parquet.write_table(pyarrow.Table.from_pylist(whole), tmp_path / "t.parquet")
     for name in ("t.csv", "t.json", "list.json", "t.parquet"):
         read = read_table(tmp_path / name)
         assert set(read.columns) == set(table.columns)
@@ -81,7 +82,7 @@ def test_the_loss_of_an_endpoint_is_its_own_row_or_the_mean_over_its_sources() -
     rows = [ROW | {"source": s, "loss": loss} for s, loss in (("a", 1.0), ("b", 2.5))]
     assert table_of(rows, "t").endpoints()["loss"].tolist() == [1.75]
     assert table_of([ROW, *rows], "t").endpoints()["loss"].tolist() == [2.0]
-    with pytest.raises(InputError, match="A s 85% at 2e.10 tokens has no source 'b'"):
+    with pytest.raises(InputError, match=r"A s 85% at 2e\+10 tokens has no source 'b'"):
         table_of([*rows, ROW | {"source": "a", "D": 2e10}], "t").endpoints()
     with pytest.raises(InputError, match="no row is of all validation text"):
         table_of([ROW | {"bucket": 32}], "t").endpoints()
@@ -102,7 +103,7 @@ def test_repeats_with_seeds_are_endpoints_of_their_own() -> None:
 def test_the_bundled_ladder_is_a_table_of_both_sides_of_seven_cells() -> None:
     table = read_table(LADDER)
     ends = table.endpoints()
-    assert len(ends) == 14 and ends.archs == ("looped", "Baseline") or ends.archs == ("Baseline", "looped")
+    assert len(ends) == 14 and set(ends.archs) == {"looped", "Baseline"}
     assert ends.ordered("scale", "F") == ["44K", "136K", "263K", "1.1M"]
     assert table.has("category", "bucket", "task", "k", "score", "tokens")
     parts = table.by_part("category")
