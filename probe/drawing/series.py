@@ -114,7 +114,7 @@ def _rows(
     data: Mapping[str, Any], name: str, entry: Mapping[str, Any], columns: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     model = data["models"][entry["model"]]
-    steps: Sequence[Step] = plan_of(model).steps if any(axis in entry["axes"] for axis in _STEP_AXES) else ()
+    steps: list[Step] = list(plan_of(model).steps) if any(axis in entry["axes"] for axis in _STEP_AXES) else []
     arrays = {key: np.asarray(entry[key], dtype=object) for key in ("values", "low", "high")}
     sizes = [range(len(labels)) for labels in entry["axes"].values()]
     for index in product(*sizes):

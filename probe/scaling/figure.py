@@ -161,6 +161,11 @@ def points(stat: StatArray, model: str, label: str, role: str = "observed", **ex
     return {**series(stat, model, role, label), **extra}
 
 
+def hover(form: str, *columns: Sequence[Any]) -> list[str]:
+    """One text a point for a hover label: `form` filled with its values; a minus sign, not a hyphen; "" where a value is missing."""
+    return ["" if None in row else form.format(*row).replace("-", "−") for row in zip(*columns, strict=True)]
+
+
 def numbers(values: Any) -> list[float | None]:
     """JSON-ready: None for what isn't finite."""
     return [float(v) if np.isfinite(v) else None for v in np.asarray(values, dtype=np.float64)]

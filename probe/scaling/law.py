@@ -110,7 +110,8 @@ class Problem:
     def of(cls, table: RunTable) -> Problem:
         logs = np.stack([np.log(table["F"]), np.log1p(-table["S"]), np.log(table["D"])])
         centre = logs.mean(1)
-        return cls(*(logs - centre[:, None]), np.log(table["loss"]), centre)
+        f, s, d = logs - centre[:, None]
+        return cls(f, s, d, np.log(table["loss"]), centre)
 
     def log_terms(self, parameters: np.ndarray) -> np.ndarray:
         """[term, endpoint]: logs of E, of the capacity term and of the data term. Parameters: ln E, their logs at the centre, a, b, c."""
@@ -129,9 +130,8 @@ class Problem:
     def condition(self, parameters: np.ndarray) -> float:
         """Of the Jacobian of log loss by ln E, ln A, ln K, a, b, c: how much the worst mixture of them hides behind the best."""
         shares = _softmax(self.log_terms(parameters))[1]
-        return float(
-            np.linalg.cond(_by_parameter(shares, *(x + c for x, c in zip(self._logs, self.centre, strict=True))))
-        )
+        f, s, d = (logs + centre for logs, centre in zip(self._logs, self.centre, strict=True))
+        return float(np.linalg.cond(_by_parameter(shares, f, s, d)))
 
     @property
     def _logs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -52,7 +52,7 @@ class Study:
         Raises:
             InputError: an architecture that the table doesn't have, or three or more and none named.
         """
-        archs = table.archs
+        archs = list(table.archs)
         for name in (target, reference):
             if name and name not in archs:
                 raise InputError(f"{table.name} has no architecture {name!r}; it has {', '.join(archs)}")
@@ -60,7 +60,7 @@ class Study:
             raise InputError(f"{table.name} has {', '.join(archs)}; say which is the target and which the reference")
         if not reference:
             plain = [a for a in archs if a != target and a.lower() == "baseline"]
-            reference = plain[0] if plain else next((a for a in archs if a != target), archs[0])
+            reference = next(iter(plain), None) or next((a for a in archs if a != target), archs[0])
         if not target:
             target = next((a for a in archs if a != reference), "")
         if target == reference:

@@ -13,7 +13,7 @@ from visitlens.probe.drawing.drawing import bars, frame
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.scaling.downstream import NEEDED, residuals_by
-from visitlens.probe.scaling.figure import Looks, TableFigure, numbers, points
+from visitlens.probe.scaling.figure import Looks, TableFigure, hover, numbers, points
 from visitlens.probe.scaling.study import Study
 
 _SCORE = Measure(
@@ -102,8 +102,10 @@ class DownstreamResiduals(TableFigure):
                         legendgroup=entry["model"],
                         showlegend=col == 1,
                         marker={"symbol": style.symbol, "color": style.colour, "size": 8},
-                        text=entry["axes"]["endpoint"],
-                        hovertemplate="%{text}: %{y:.4g} at %{x:.4f} nats",
+                        text=hover(
+                            "{}: {:.4g} at {:.4f} nats", entry["axes"]["endpoint"], entry["values"], entry["losses"]
+                        ),
+                        hovertemplate="%{text}",
                     ),
                     row=1,
                     col=col,
@@ -124,7 +126,8 @@ class DownstreamResiduals(TableFigure):
                     error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down},
                     marker_color=theme.paler(theme.visits[1]),
                     showlegend=False,
-                    hovertemplate="%{x}: %{y:.4g}",
+                    hovertext=hover("{}: {:.4g}", entry["axes"]["group"], entry["values"]),
+                    hovertemplate="%{hovertext}",
                 ),
                 row=2,
                 col=col,

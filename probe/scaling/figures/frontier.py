@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.scaling.figure import CELLS, Looks, TableFigure, numbers, points
+from visitlens.probe.scaling.figure import CELLS, Looks, TableFigure, hover, numbers, points
 from visitlens.probe.scaling.study import Laws, Study, log_range
 from visitlens.probe.scaling.table import LAW
 
@@ -118,7 +118,8 @@ def _line(figure: go.Figure, entry: Mapping[str, Any], looks: Looks) -> None:
                 legendgroup=entry["label"],
                 showlegend=legend,
                 line={"color": colour, "dash": style.dash, "width": width},
-                hovertemplate="%{x:.3g} FLOPs: %{y:.4f}",
+                text=hover("{:.3g} FLOPs: {:.4f}", entry["budgets"], values),
+                hovertemplate="%{text}",
             ),
             row=1,
             col=1,
@@ -148,8 +149,8 @@ def _gain(figure: go.Figure, entry: Mapping[str, Any], looks: Looks) -> None:
                 "symbol": ["diamond-open" if mark else "diamond" for mark in entry["marks"]],
             },
             error_y=bars if any(known) else None,
-            customdata=entry["budgets"],
-            hovertemplate="%{customdata:.3g} FLOPs: %{y:.1%}",
+            text=hover("{:.3g} FLOPs: {:.1%}", entry["budgets"], entry["values"]),
+            hovertemplate="%{text}",
         ),
         row=1,
         col=2,

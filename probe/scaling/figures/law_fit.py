@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.scaling.figure import Looks, TableFigure, numbers, points
+from visitlens.probe.scaling.figure import Looks, TableFigure, hover, numbers, points
 from visitlens.probe.scaling.study import Study
 from visitlens.probe.scaling.table import LAW
 
@@ -66,19 +66,19 @@ class LawFit(TableFigure):
                 "name": escape(entry["label"]),
                 "legendgroup": entry["model"],
                 "marker": {"symbol": style.symbol, "color": style.colour, "size": 8},
-                "text": entry["axes"]["endpoint"],
+                "text": hover(
+                    "{}: {:.4f}, fitted {:.4f}", entry["axes"]["endpoint"], entry["measured"], entry["fitted"]
+                ),
             }
             figure.add_trace(
-                go.Scatter(
-                    x=entry["measured"], y=entry["fitted"], hovertemplate="%{text}: %{x:.4f}, fitted %{y:.4f}", **shared
-                ),
+                go.Scatter(x=entry["measured"], y=entry["fitted"], hovertemplate="%{text}", **shared),
                 row=1,
                 col=1,
             )
             residuals = [1e3 * v for v in entry["values"]]
-            hover = "%{text}: %{y:.2f} millinats"
+
             figure.add_trace(
-                go.Scatter(x=entry["compute"], y=residuals, hovertemplate=hover, **{**shared, "showlegend": False}),
+                go.Scatter(x=entry["compute"], y=residuals, hovertemplate="%{text}", **{**shared, "showlegend": False}),
                 row=1,
                 col=2,
             )

@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.measures.measure import Measure, StatArray
-from visitlens.probe.scaling.figure import Looks, TableFigure, numbers, points
+from visitlens.probe.scaling.figure import Looks, TableFigure, hover, numbers, points
 from visitlens.probe.scaling.study import Study
 from visitlens.probe.scaling.table import LAW
 
@@ -98,8 +98,10 @@ class LossCompute(TableFigure):
                     mode="lines+markers",
                     line={"color": colour, "dash": style.dash, "width": 1},
                     marker={"symbol": style.symbol, "color": colour, "size": 8},
-                    text=entry["axes"]["endpoint"],
-                    hovertemplate="%{text}, %{x:.3g} FLOPs: %{y:.4f}",
+                    text=hover(
+                        "{}, {:.3g} FLOPs: {:.4f}", entry["axes"]["endpoint"], entry["compute"], entry["values"]
+                    ),
+                    hovertemplate="%{text}",
                 ),
                 row=at // cols + 1,
                 col=at % cols + 1,

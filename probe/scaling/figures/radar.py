@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from visitlens.errors import InputError
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme, escape
-from visitlens.probe.scaling.figure import Looks, TableFigure, points
+from visitlens.probe.scaling.figure import Looks, TableFigure, hover, points
 from visitlens.probe.scaling.radar import radar
 from visitlens.probe.scaling.study import Study
 
@@ -56,7 +56,8 @@ class Radar(TableFigure):
                     name=escape(entry["label"]),
                     line={"color": style.colour, "dash": style.dash},
                     marker={"symbol": style.symbol, "size": 8},
-                    hovertemplate="%{theta}: %{r:.3f}",
+                    text=hover("{}: {:.3f}", [*labels, labels[0]], [*values, values[0]]),
+                    hovertemplate="%{text}",
                 )
             )
         axis = {"gridcolor": theme.grid, "linecolor": theme.muted}

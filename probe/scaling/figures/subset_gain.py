@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from visitlens.errors import InputError
 from visitlens.probe.drawing.drawing import frame
 from visitlens.probe.drawing.theme import Theme
-from visitlens.probe.scaling.figure import TableFigure, points
+from visitlens.probe.scaling.figure import TableFigure, hover, points
 from visitlens.probe.scaling.frontier import Level
 from visitlens.probe.scaling.study import Study
 from visitlens.probe.scaling.subset import fit_parts, quartile_sizes, quartiles
@@ -82,7 +82,8 @@ class SubsetGain(TableFigure):
                     text=["" if v is None else f"{100 * v:.1f}%" for v in values],
                     textposition="outside",
                     showlegend=False,
-                    hovertemplate="%{x}: %{y:.1%}",
+                    hovertext=hover("{}: {:.1%}", [labels[i] for i in order], values),
+                    hovertemplate="%{hovertext}",
                 ),
                 row=1,
                 col=col,
