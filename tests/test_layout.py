@@ -62,7 +62,7 @@ READING_PATH = (
     "hooks.recording.store.commit",
     "hooks.recording.read.recording",
     "probe.measures.measure",
-    "probe.measures.bootstrap",
+    "probe.measures.intervals",
     "probe.reading.recorded_run",
     "probe.samples.dyck_prompts",
     "hooks.text.documents",

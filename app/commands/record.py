@@ -54,7 +54,13 @@ def record(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     batch: Annotated[int, typer.Option(help="Contexts per forward.")] = 1,
-    groups: Annotated[int, typer.Option(help="Document groups for the bootstrap.")] = 128,
+    groups: Annotated[
+        int | None,
+        typer.Option(
+            help="Groups of documents that are kept apart, for intervals: each document its own where there are no more. By default 1,024, or fewer "
+            "(128 at least) where their sums would take more than 256 MB."
+        ),
+    ] = None,
     shard_tokens: Annotated[int, typer.Option(help="Tokens per shard: what a crash can cost.")] = 131_072,
     steps: Steps = None,
     state_seed: StateSeed = None,

@@ -90,24 +90,12 @@ def by(run: RecordedRun, name: str, way: str) -> StatArray:
     if way == "step":
         return replace(stat, labels={"step": list(range(len(run.plan)))})
     layers = sorted(run.plan.visits)
-    groups = [[step.index for step in run.plan.steps if step.layer == layer] for layer in layers]
-    measure = replace(stat.measure, axes=("layer",))
-    values = np.array([stat.values[group].mean() for group in groups])
-    replicates = (
-        None if stat.replicates is None else np.stack([stat.replicates[:, group].mean(1) for group in groups], 1)
-    )
-    return replace(
-        stat,
-        measure=measure,
-        values=values,
-        replicates=replicates,
-        labels={"layer": layers},
-        aggregation=f"{stat.aggregation}, mean over visits",
-    )
+    parts = [stat.sel(step=lambda step, layer=layer: step.layer == layer).mean("step") for layer in layers]
+    return replace(StatArray.stacked(parts, "layer", layers), aggregation=f"{stat.aggregation}, mean over visits")
 
 
 def difference_of(first: StatArray, second: StatArray) -> StatArray | None:
-    """Second minus first where both have the place; intervals are paired by the bootstrap's common draw."""
+    """Second minus first where both have the place; paired where both are of the same documents."""
     (axis,) = first.axes
     common = [label for label in first.labels[axis] if label in second.labels[axis]]
     if not common:

@@ -17,7 +17,8 @@ from visitlens.probe.drawing.series import span, with_interval
 from visitlens.probe.drawing.theme import Theme, escape
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import describe as describe_run
-from visitlens.probe.report.findings import FAILS, HOLDS, OPEN, Finding, findings
+from visitlens.probe.report.finding import FAILS, HOLDS, OPEN, Finding, number_tested
+from visitlens.probe.report.findings import findings
 
 PATH, TITLE, ORDER = "/", "Overview", 0
 NEEDS = ("recording",)
@@ -199,7 +200,7 @@ def _cards(view: View) -> html.Section:
         )
     a, b = view.visits
     note = html.P(
-        f"Visits {a} and {b}, mean over looped layers, with 95% document-bootstrap intervals. The paper's models are far larger: compare directions.",
+        f"Visits {a} and {b}, mean over looped layers, with 95% intervals over documents. The paper's models are far larger: compare directions.",
         className="caption",
     )
     return card("Key numbers", [html.Div(cards, className="number-cards"), note], wide=True)
@@ -219,7 +220,12 @@ def _findings(view: View) -> html.Section:
     rows = [
         {
             "claim": html.A(f.claim.statement, href=view.href(_SECTIONS.get(f.claim.section[:3], "/layers"))),
-            "verdict": badge(f.verdict, _KINDS.get(f.verdict, "muted"), ", ".join(filter(None, (f.reason, f.note)))),
+            "verdict": html.Span(
+                [
+                    badge(f.verdict, _KINDS.get(f.verdict, "muted"), ", ".join(filter(None, (f.reason, f.note)))),
+                    *([html.Small(f" {f.family_verdict} among all")] if f.family_verdict != f.verdict else []),
+                ]
+            ),
             "ours": html.Span(_interval(f.ours), className="nowrap"),
             "against": html.Span(_interval(f.against), className="nowrap"),
             "layers": f"{f.layers[0]} of {f.layers[1]}" if f.layers else None,
@@ -238,6 +244,7 @@ def _findings(view: View) -> html.Section:
     rest = len(found) - sum(counts.values())
     said = f"{counts[HOLDS]} of {len(found)} directions hold, {counts[FAILS]} don't, {counts[OPEN]} aren't decided"
     said += f", {rest} aren't measured (first and last visit)." if rest else " (first and last visit)."
+    said += f" Among all: corrected by Holm's method for the {number_tested(found)} that are tested."
     return card("Against the paper", [table(columns, rows, said)], wide=True, key="findings")
 
 

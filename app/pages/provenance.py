@@ -47,7 +47,7 @@ def layout(view: View) -> list[Any]:
         "text": provenance.get("text"),
         **({"documents are": ends} if (ends := document_ends(provenance.get("special_tokens"))) else {}),
         "tokens": f"{recording.tokens:,} of {recording.run['tokens']:,}",
-        "documents": f"{recording.documents:,} in {run.groups} groups for the bootstrap",
+        "documents": f"{recording.documents:,} in {run.groups} groups, the unit of intervals",
         "level": recording.level,
         "shards": len(recording.shards),
         "size": f"{sum(shard['bytes'] for shard in recording.shards) / 1e6:,.1f} MB",

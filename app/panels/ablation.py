@@ -16,23 +16,25 @@ from visitlens.app.panels.panel import Panel, notebook, stat_rows
 from visitlens.app.view.view import View
 from visitlens.probe.analyses.results.store import HeadAblation
 from visitlens.probe.drawing.drawing import LAYER_AXIS, diverging, every, largest, title_block
-from visitlens.probe.drawing.series import INTERVAL, aligned
+from visitlens.probe.drawing.series import aligned
 from visitlens.probe.drawing.theme import DIVERGING, Style, Theme, escape
 from visitlens.probe.live.figures import spread
+from visitlens.probe.measures.intervals import over
 from visitlens.probe.measures.measure import json_numbers
 
 _MOST_HEADS = 20
-_SURE = 0.05
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A head and what its ablation changes at each choice of visits: value, low, high; `p` is Holm's, at the chosen one."""
+    """A head and what its ablation changes at each choice of visits: value, low, high; `p` is corrected for all heads, at the chosen one,
+    and `found` whether that and the interval tell it apart from no effect."""
 
     layer: int
     head: int
     effects: Mapping[str, tuple[float, float, float]]
     p: float
+    found: bool
 
 
 def ranked(ablation: HeadAblation, when: str) -> list[Ranked]:
@@ -40,14 +42,14 @@ def ranked(ablation: HeadAblation, when: str) -> list[Ranked]:
     effect = ablation.effect
     low, high = effect.interval()
     visits, layers, heads = (list(effect.labels[axis]) for axis in ("visits", "layer", "head"))
-    at, p = visits.index(when), ablation.p_holm(when)
+    at, p, sure = visits.index(when), ablation.p_family(when), ablation.found(when)
     order = np.argsort(-effect.values[at], axis=None, kind="stable")
     found = []
     for i, j in zip(*np.unravel_index(order, effect.values[at].shape), strict=True):
         effects = {
             v: (float(effect.values[k, i, j]), float(low[k, i, j]), float(high[k, i, j])) for k, v in enumerate(visits)
         }
-        found.append(Ranked(layers[i], heads[j], effects, float(p[i, j])))
+        found.append(Ranked(layers[i], heads[j], effects, float(p[i, j]), bool(sure[i, j])))
     return found
 
 
@@ -63,12 +65,12 @@ def finding_card(view: View, stored: Mapping[str, HeadAblation], ablation: HeadA
     pickers = [selector("analysis", "analysis", names, ablation.name)]
     if len(visits) > 1:
         pickers.append(selector("ranked by", "when", [(_key(v), when_label(v)) for v in visits], _key(when)))
-    p, heads = ablation.p_holm(when), ablation.effect.values[0].size
-    sure = int((p < _SURE).sum())
-    holm = (
-        f"At {when_label(when)}, {sure} of {heads} heads differ from no effect at 5% after Holm's correction for all {heads}."
-        if not np.isnan(p).all()
-        else "Too few documents for intervals, so no head is called different from no effect."
+    heads, sure = ablation.effect.values[0].size, int(ablation.found(when).sum())
+    found = (
+        f"At {when_label(when)}, {sure} of {heads} heads differ from no effect: p is at most 5% after correction for all {heads}, by "
+        f"sign flips over {ablation.units}, and the interval leaves 0 out."
+        if not ablation.effect.no_interval
+        else f"No head is called different from no effect ({ablation.effect.no_interval})."
     )
     made = ablation.about.get("created")
     made_on = f" Made {str(made)[:10]}." if made else ""
@@ -77,7 +79,7 @@ def finding_card(view: View, stored: Mapping[str, HeadAblation], ablation: HeadA
         [
             html.Div(pickers, className="live-pick"),
             html.P(ablation.note(), className="figure-line"),
-            html.Div([html.P(holm), html.P(_counts(ablation) + made_on)], className="caption"),
+            html.Div([html.P(found), html.P(_counts(ablation) + made_on)], className="caption"),
         ],
         wide=True,
         key="finding",
@@ -91,7 +93,7 @@ def _counts(ablation: HeadAblation) -> str:
 
 
 def _interval_of(ablation: HeadAblation) -> str:
-    return INTERVAL.replace("documents", ablation.units)
+    return over(ablation.units)
 
 
 def maps_panel(view: View, ablation: HeadAblation) -> Panel:
@@ -184,7 +186,8 @@ def ranked_panel(view: View, ablation: HeadAblation, when: str) -> Panel:
                 for v, values in head.effects.items()
                 for i, part in enumerate(("change", "low", "high"))
             },
-            f"p by Holm at {when_label(when)}": head.p,
+            f"p, corrected for all heads, at {when_label(when)}": head.p,
+            "differs from no effect": head.found,
         }
         for head in found
     ]
@@ -251,7 +254,11 @@ def ranked_bars(ablation: HeadAblation, heads: list[Ranked], theme: Theme) -> go
 def ranked_card(view: View, ablation: HeadAblation, when: str) -> html.Section:
     """The ranking as a table whose heads are links to their maps."""
     path = "/attention" if view.recorded.looped else "/heads"
-    columns = [("head", "head"), *((v, when_label(v)) for v in ablation.effect.labels["visits"]), ("p", "p (Holm)")]
+    columns = [
+        ("head", "head"),
+        *((v, when_label(v)) for v in ablation.effect.labels["visits"]),
+        ("p", "p, of all heads"),
+    ]
     live = view.context.checkpoint is not None
     rows = []
     for head in ranked(ablation, when)[:_MOST_HEADS]:

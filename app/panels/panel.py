@@ -167,9 +167,9 @@ def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] 
     if len(aggregations) > 1:
         aggregations = {f"{label}: {stat.aggregation}": label for label, stat in stats.items()}
     units = dict.fromkeys(s.measure.unit for s in stats.values())
-    known = any(s.replicates is not None for s in stats.values())
+    missing = [s.no_interval for s in stats.values()]
     dashed = f" Dashed: {', '.join(level.label for level in levels)}." if levels else ""
-    interval = f"Interval: {INTERVAL}." if known else "No interval: one total for all documents."
+    interval = f"No interval: {missing[0]}." if missing and all(missing) else f"Interval: {INTERVAL}."
     return [
         f"n = {' and '.join(ns)}; {'; '.join(aggregations)}; unit: {', '.join(units)}.{dashed} {interval}",
         *(
@@ -220,7 +220,7 @@ def figure_panel(view: View, drawing: Drawing, **options: Any) -> Panel:
 def stat_caption(stat: StatArray) -> list[str]:
     """Counts, aggregation and interval; the definition and where the paper has it."""
     measure = stat.measure
-    interval = f"Interval: {INTERVAL}." if stat.replicates is not None else "No interval: one total for all documents."
+    interval = f"No interval: {why}." if (why := stat.no_interval) else f"Interval: {INTERVAL}."
     return [
         f"n = {stat.documents:,} documents, {stat.tokens:,} tokens; {stat.aggregation}; unit: {measure.unit}. {interval}",
         f"Definition: {measure.definition} ({measure.paper})",

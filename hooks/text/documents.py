@@ -21,6 +21,7 @@ import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.text.encoder import check_characters
+from visitlens.hooks.text.near_copies import without_near_copies
 from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 _COMPRESSED = (".gz", ".xz", ".zst")
@@ -252,9 +253,12 @@ class Packer:
         return pieces
 
 
-def pack(documents: Iterable[np.ndarray], context_length: int, bos: int | None, pad: int) -> PackedTokens:
+def pack(
+    documents: Iterable[np.ndarray], context_length: int, bos: int | None, pad: int, *, near_copies: bool = False
+) -> PackedTokens:
     """Packs documents (token ids, with the tokens that lead and close them) in the order given; `bos` leads each rest of a
-    document that is split, None where nothing does.
+    document that is split, None where nothing does. With `near_copies` these count as one document (`without_near_copies`), where
+    documents are counted as independent of each other.
 
     Raises:
         InputError: no document has a token.
@@ -276,4 +280,6 @@ def pack(documents: Iterable[np.ndarray], context_length: int, bos: int | None, 
             segments[row, at : at + len(piece)] = len(owners)
             owners.append(document)
             at += len(piece)
-    return PackedTokens(tokens, segments, np.array(owners, dtype=np.int32), document_hashes(documents))
+    hashes = document_hashes(documents)
+    hashes = without_near_copies(documents, hashes) if near_copies else hashes
+    return PackedTokens(tokens, segments, np.array(owners, dtype=np.int32), hashes)

@@ -22,7 +22,8 @@ class PackedTokens:
     """Contexts of equal length.
 
     `tokens [context, position]` i4, `segments [context, position]` i4 (rising over the whole sample, -1 = padding),
-    `segment_document [segment]` i4, `document_hash [document]` u8: the first 8 bytes of the SHA-256 of its token ids.
+    `segment_document [segment]` i4, `document_hash [document]` u8: the first 8 bytes of the SHA-256 of its token ids
+    (of a near copy those of the first, see `near_copies`).
     `generated [context, position]` i4, of texts that a model wrote, one a context: 0 in the prompt, n at the n-th token after it.
     """
 

@@ -67,7 +67,7 @@ def subtitle(data: Mapping[str, Any], lines: bool) -> str:
     counts = data.get("n") or " and ".join(
         sorted({f"{model['documents']:,} documents, {model['tokens']:,} tokens" for model in models})
     )
-    intervals = f"; bars: 95% {'prompt' if 'n' in data else 'document'}-bootstrap intervals" if lines else ""
+    intervals = f"; bars: 95% intervals over {'prompts' if 'n' in data else 'documents'}" if lines else ""
     if data.get("grid"):
         gone = [panel["title"] for panel in data["panels"] if panel["absent"]]
         missing = (

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
+from visitlens.probe.measures.intervals import METHOD
 from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 
-INTERVAL = "95% percentile interval of a bootstrap over documents (in groups, 1,000 replicates)"
+INTERVAL = METHOD
 _STEP_AXES = {"step": ("layer", "visit"), "later_step": ("later_layer", "later_visit")}
 
 

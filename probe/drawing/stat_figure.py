@@ -125,7 +125,7 @@ def _axis_title(axis: str) -> str:
 
 
 def _subtitle(stat: StatArray) -> str:
-    interval = "bars: 95% document-bootstrap intervals" if stat.replicates is not None else "no interval"
+    interval = "no interval" if stat.no_interval else "bars: 95% intervals over documents"
     counts = f"n = {stat.documents:,} documents, {stat.tokens:,} tokens"
     if stat.counts is not None and stat.ragged:
         measured = stat.counts[stat.counts > 0]

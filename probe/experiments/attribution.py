@@ -6,6 +6,7 @@ far that is from the exact ablation is measured on units spread over the whole r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -184,15 +185,10 @@ def _checked(
 
     def number_of(measure: Measure, of) -> StatArray:
         replicates = None if replicated is None else np.array([of(*r) for r in replicated])
-        return StatArray(
-            measure,
-            np.asarray(of(guess, truth)),
-            {},
-            replicates,
-            checked.documents,
-            checked.tokens,
-            checked.aggregation,
-            checked.provenance,
+        support = None if checked.support is None else checked.support.reshape(2, -1).min(1)
+        values, labels = np.asarray(of(guess, truth)), {}
+        return replace(
+            checked, measure=measure, values=values, labels=labels, replicates=replicates, support=support, counts=None
         )
 
     return {

@@ -15,6 +15,7 @@ from visitlens.probe.drawing.drawing import diverging, frame, largest, line, seq
 from visitlens.probe.drawing.series import series, with_interval
 from visitlens.probe.drawing.theme import ORANGE, Style, Theme, token_text
 from visitlens.probe.gallery.figure import Figure
+from visitlens.probe.measures.intervals import over
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
@@ -67,7 +68,7 @@ class DyckMap(Figure):
             "pieces": list(example.pieces),
             "targets": list(example.targets),
             "demonstrations": [list(span) for span in example.demonstrations],
-            "interval": "95% percentile interval of a bootstrap over prompts (1,000 replicates)",
+            "interval": over("prompts"),
             "notes": _notes(study, example.shots, a, b, looped),
         }
 
@@ -226,7 +227,7 @@ def _notes(study: DyckStudy, shots: int, a: int, b: int, run: RecordedRun) -> li
         f"Over {count} prompts with {shots} demonstrations, mean over the three targets: on the segment start {told('bos', 'dyck head')}; "
         f"on the demonstrations' answers {told('answers', 'dyck head')}.",
         f"The other heads of the loop: on the segment start {told('bos', 'other heads')}; on the answers {told('answers', 'other heads')}; "
-        f"uniform attention would put {np.round(float(uniform), 3)} on the answers. Intervals: bootstrap over prompts.",
+        f"uniform attention would put {np.round(float(uniform), 3)} on the answers. Intervals: over prompts.",
     ]
     ablation = run.ablations().get(f"dyck-{study.name}")
     return [*notes, ablation.note()] if ablation is not None else notes

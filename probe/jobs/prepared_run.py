@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +38,7 @@ from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.documents import PackedTokens, pack, read_documents
 from visitlens.hooks.text.encoder import Documents, TextEncoder
 from visitlens.probe.jobs.continue_prompts import continue_prompts
+from visitlens.probe.jobs.document_groups import begun_groups, begun_in_other_groups, most_groups
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
@@ -149,9 +150,12 @@ class PreparedRun:
             if contexts.num_tokens < whole:
                 self.warnings.append(f"truncated: the first {contexts.num_tokens:,} of the text's {whole:,} tokens")
         self.contexts = contexts
-        groups = int(contexts.document_groups(request.options.groups).max()) + 1
         geometry = Geometry.of(self.planned.plan, config.to_dict())
         written = contexts.generated is not None
+        one_group = StatisticsCollector(geometry, 1, request.measures, written=written)
+        options = request.options.settled(begun_groups(request.out) or most_groups(one_group.bytes_per_group))
+        self.request = request = replace(request, options=options)
+        groups = int(contexts.document_groups(options.group_count).max()) + 1
         self.statistics = StatisticsCollector(geometry, groups, request.measures, written=written)
         self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.options)
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
@@ -344,7 +348,9 @@ def packed_text(
     length = request.context_length
     if length is None:  # models of transformers claim contexts of 100,000 tokens and more
         length = min(config.context_length, _LONG) if isinstance(config, ModelFacts) else config.context_length
-    packed = pack(documents, length, encoder.bos.id, encoder.pad)
+    packed = pack(documents, length, encoder.bos.id, encoder.pad, near_copies=True)
+    if begun_in_other_groups(request.out, packed):
+        packed = pack(documents, length, encoder.bos.id, encoder.pad)
     return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens), packed.num_tokens
 
 

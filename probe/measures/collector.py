@@ -141,6 +141,12 @@ class StatisticsCollector:
             cells = cells & now.view(len(there), *[-1 if i == at else 1 for i in range(len(measure.axes))])
         return cells
 
+    @property
+    def bytes_per_group(self) -> int:
+        """What the sums of one group of documents take."""
+        grouped = [measure for measure in self.measures.values() if measure.grouped]
+        return 16 * (1 + self.written) * sum(int(np.prod(self._shape(measure))) for measure in grouped)
+
     def take(self) -> dict[str, GroupTotals]:
         """The totals since the last call, and a fresh start."""
         totals, self._totals = self._totals, self._empty()

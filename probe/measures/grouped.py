@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 
 VERSION = 1
@@ -27,10 +27,8 @@ class Grouped:
     count: np.ndarray
 
     def stat(self, **about: Any) -> StatArray:
-        """The mean with its bootstrap replicates; `about` are further fields of StatArray."""
-        weights = resampling_weights(len(self.total)) if len(self.total) > 1 else None
-        values, replicates = mean_and_replicates(self.total, self.count, weights)
-        return StatArray(self.measure, values, self.labels, replicates, **about)
+        """The mean with its replicates; `about` are further fields of StatArray."""
+        return mean_of(self.measure, (self.total, self.count), self.labels, **about)
 
     def to_dict(self) -> dict[str, Any]:
         stat = self.stat()

@@ -1,8 +1,8 @@
 """Measure, the one definition of a statistic; StatArray, its values with named axes and intervals. No torch.
 
 A statistic is accumulated per *document group* as (total, count), so a mean is `sum(total) / sum(count)` and its
-interval comes from resampling groups. `StatArray` carries the bootstrap replicates along, so that a mean over layers,
-a ratio of visits or a difference of runs keeps a correct interval.
+interval comes from leaving groups out. `StatArray` carries these replicates along, so that a mean over layers,
+a ratio of visits or a difference of runs keeps a correct interval (`intervals`, the only place where one is made).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
+from visitlens.probe.measures import intervals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,8 +62,11 @@ class Measure:
 class StatArray:
     """Values with named axes, labels, an interval and a definition.
 
-    `values [*axes]`; `replicates [replicate, *axes]` are bootstrap means (None: no interval); `labels[axis]` has one entry
-    an element. Arithmetic with another StatArray of the same axes, or with a number, keeps the replicates paired.
+    `values [*axes]`; `replicates [group, *axes]` are jackknife replicates, the value with one group of documents left out (None:
+    no interval); `labels[axis]` has one entry an element. Arithmetic with another StatArray of the same axes, or with a number,
+    keeps the replicates paired where both are of the same `units`, and the two apart where they are of different documents.
+    `support [2, *axes]`: how many groups of documents are behind a value, and how many of equal length they are worth (None: each
+    replicate is of one). `span`: between what the values must lie; an interval is cut there.
     `counts [*axes]` is n, how many tokens each value is a mean of (of a mean over an axis, or of two arrays, the smallest
     behind it; None: not known). `ragged`: it is shown, because halting or routing leaves tokens out of visits.
     """
@@ -77,6 +81,9 @@ class StatArray:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     counts: np.ndarray | None = None
     ragged: bool = False
+    support: np.ndarray | None = None
+    units: intervals.Units = ()
+    span: tuple[float, float] = (-np.inf, np.inf)
 
     def __post_init__(self) -> None:
         expected = tuple(len(self.labels[axis]) for axis in self.measure.axes)
@@ -90,23 +97,43 @@ class StatArray:
         return self.measure.axes
 
     def interval(self, level: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
-        """Percentile bootstrap bounds [*axes]; NaN where there are no replicates. Those that drew nothing to average are left out."""
+        """Bounds [*axes] (`intervals.interval`); NaN where there are no replicates or too few documents (`no_interval` says which)."""
         if self.replicates is None or not self.replicates.shape[0]:
             return np.full(self.values.shape, np.nan), np.full(self.values.shape, np.nan)
-        tail = (1 - level) / 2
-        bounds = np.quantile(self.replicates, [tail, 1 - tail], axis=0)
-        undrawn = np.isnan(self.replicates)
-        partly = undrawn.any(0) & ~undrawn.all(0)
-        if partly.any():
-            bounds[:, partly] = np.nanquantile(self.replicates[:, partly], [tail, 1 - tail], axis=0)
-        return bounds[0], bounds[1]
+        low, high = intervals.interval(self.values, self.replicates, self._support, level)
+        return np.maximum(low, self.span[0]), np.minimum(high, self.span[1])
+
+    def p_values(self) -> np.ndarray:
+        """[*axes] two-sided p of a value of 0, below 0.05 exactly where the 95 % interval leaves 0 out; NaN where there is none."""
+        if self.replicates is None or not self.replicates.shape[0]:
+            return np.full(self.values.shape, np.nan)
+        return intervals.p_values(self.values, self.replicates, self._support)
+
+    @property
+    def no_interval(self) -> str:
+        """Why no element has an interval; empty where one has."""
+        if self.replicates is None or not self.values.size:
+            return "one total for all documents"
+        if intervals.enough(self._support).any():
+            return ""
+        groups, worth = self._support.reshape(2, -1).max(1)
+        alike = "" if groups - worth < 0.05 else f", which are as uneven as {worth:.1f} of equal length are few"
+        return f"too few documents: {groups:.0f}{alike}; an interval takes {intervals.FEWEST}"
+
+    @property
+    def _support(self) -> np.ndarray:
+        if self.support is not None:
+            return self.support
+        return np.full((2, *self.values.shape), 0.0 if self.replicates is None else float(len(self.replicates)))
 
     def mean(self, axis: str) -> StatArray:
         """Uniform mean over one axis, leaving out elements that were never measured (NaN)."""
         at = self._axis(axis)
         aggregation = f"{self.aggregation}, mean over {axis.replace('_', ' ')}s"
+        result = self._drop(axis, lambda a, lead: _nanmean(a, at + lead), aggregation)
         counts = None if self.counts is None or not self.counts.size else np.asarray(_least(self.counts, at))
-        return self._drop(axis, lambda a, lead: _nanmean(a, at + lead), aggregation, counts)
+        support = None if self.support is None else _least(self.support, at + 1)
+        return replace(result, counts=counts, support=support)
 
     def sel(self, **chosen: Any) -> StatArray:
         """The elements with these labels: `sel(layer=3)`; a list or a function of the label keeps the axis."""
@@ -118,39 +145,89 @@ class StatArray:
                 raise InputError(f"{result.measure.name} has no {axis} {want!r}; it has {labels}")
             if callable(want) or isinstance(want, list):
                 keep = [i for i, label in enumerate(labels) if (want(label) if callable(want) else label in want)]
-                result = replace(
-                    result,
-                    values=result.values.take(keep, at),
-                    replicates=None if result.replicates is None else result.replicates.take(keep, at + 1),
-                    counts=None if result.counts is None else result.counts.take(keep, at),
-                    labels={**result.labels, axis: [labels[i] for i in keep]},
-                )
+                named = {**result.labels, axis: [labels[i] for i in keep]}
+                result = result.rearranged(lambda a, lead, at=at, keep=keep: a.take(keep, at + lead), labels=named)
                 continue
             if want not in labels:
                 raise InputError(f"{result.measure.name} has no {axis} {want!r}; it has {labels}")
             index = labels.index(want)
-            counts = None if result.counts is None else np.asarray(result.counts.take(index, at))
             result = result._drop(
-                axis, lambda a, lead, at=at, index=index: a.take(index, at + lead), result.aggregation, counts
+                axis, lambda a, lead, at=at, index=index: a.take(index, at + lead), result.aggregation
             )
         return result
 
+    def rearranged(self, change: Callable[[np.ndarray, int], np.ndarray], **fields: Any) -> StatArray:
+        """With the same elements in other places: `change(array, lead)` to everything that has an entry an element, `lead` axes in
+        front of its own; NaN where it makes a place for none. `fields` are further fields of the result."""
+        counts, support = self.counts, self.support
+        return replace(
+            self,
+            values=np.asarray(change(self.values, 0)),
+            replicates=None if self.replicates is None else change(self.replicates, 1),
+            counts=None if counts is None else np.nan_to_num(np.asarray(change(counts.astype(float), 0))),
+            support=None if support is None else np.nan_to_num(change(support, 1)),
+            **fields,
+        )
+
+    @classmethod
+    def stacked(cls, parts: Sequence[StatArray], axis: str, labels: Sequence[Any]) -> StatArray:
+        """Arrays of the same axes and documents side by side, along a new first axis."""
+        first = parts[0]
+
+        def together(name: str, lead: int) -> np.ndarray | None:
+            arrays = [getattr(part, name) for part in parts]
+            return None if any(array is None for array in arrays) else np.stack(arrays, lead)
+
+        return replace(
+            first,
+            measure=replace(first.measure, axes=(axis, *first.axes)),
+            values=np.stack([part.values for part in parts]),
+            replicates=together("replicates", 1),
+            support=together("support", 1),
+            counts=together("counts", 0),
+            labels={axis: list(labels), **first.labels},
+        )
+
     def combine(self, other: StatArray | float, operation: Callable[[Any, Any], Any], measure: Measure) -> StatArray:
-        """`operation` on values and, pairwise, on replicates."""
+        """`operation` on values, and on replicates: pairwise where both are of the same documents, on those of one with the other's
+        value where they aren't."""
+        span = (-np.inf, np.inf)
         if not isinstance(other, StatArray):
             replicates = None if self.replicates is None else operation(self.replicates, other)
-            return replace(self, measure=measure, values=operation(self.values, other), replicates=replicates)
+            values = operation(self.values, other)
+            return replace(self, measure=measure, values=values, replicates=replicates, span=span)
         if other.values.shape != self.values.shape:
             raise InputError(
                 f"{self.measure.name} {self.values.shape} and {other.measure.name} {other.values.shape} differ in shape"
             )
-        both = self.replicates is not None and other.replicates is not None
+        units, replicates = (), None
         with np.errstate(divide="ignore", invalid="ignore"):
             values = operation(self.values, other.values)
-            replicates = operation(self.replicates, other.replicates) if both else None
+            if self.replicates is not None and other.replicates is not None:
+                mine, theirs = self._blocks("first"), other._blocks("second")
+                if len(self.replicates) == len(other.replicates) and not (self.units and other.units):
+                    theirs = mine  # arrays that don't say whose they are
+                units = intervals.joined(mine, theirs)
+                replicates = operation(
+                    intervals.aligned(self.values, self.replicates, mine, units),
+                    intervals.aligned(other.values, other.replicates, theirs, units),
+                )
         mine, theirs = self.counts, other.counts
         counts = None if mine is None or theirs is None else np.minimum(mine, theirs)
-        return replace(self, measure=measure, values=values, replicates=replicates, counts=counts)
+        support = np.minimum(self._support, other._support) if self.support is not None or units else other.support
+        return replace(
+            self,
+            measure=measure,
+            values=values,
+            replicates=replicates,
+            counts=counts,
+            support=support,
+            units=units,
+            span=span,
+        )
+
+    def _blocks(self, unnamed: str) -> intervals.Units:
+        return self.units or ((unnamed, 0 if self.replicates is None else len(self.replicates)),)
 
     def rename(self, **changes: Any) -> StatArray:
         """With another name, title, unit, definition or paper in its measure."""
@@ -221,22 +298,10 @@ class StatArray:
             raise InputError(f"{self.measure.name} has no axis {axis!r}; it has {self.axes}")
         return self.axes.index(axis)
 
-    def _drop(
-        self,
-        axis: str,
-        reduce: Callable[[np.ndarray, int], np.ndarray],
-        aggregation: str,
-        counts: np.ndarray | None,
-    ) -> StatArray:
-        return replace(
-            self,
-            counts=counts,
-            measure=replace(self.measure, axes=tuple(a for a in self.axes if a != axis)),
-            values=np.asarray(reduce(self.values, 0)),
-            replicates=None if self.replicates is None else reduce(self.replicates, 1),
-            labels={a: labels for a, labels in self.labels.items() if a != axis},
-            aggregation=aggregation,
-        )
+    def _drop(self, axis: str, reduce: Callable[[np.ndarray, int], np.ndarray], aggregation: str) -> StatArray:
+        axes = tuple(a for a in self.axes if a != axis)
+        labels = {a: labels for a, labels in self.labels.items() if a != axis}
+        return self.rearranged(reduce, measure=replace(self.measure, axes=axes), labels=labels, aggregation=aggregation)
 
 
 def _bounds(low: np.ndarray, high: np.ndarray) -> str:
@@ -253,7 +318,7 @@ def json_numbers(array: np.ndarray) -> Any:
 
 def _least(counts: np.ndarray, axis: int) -> np.ndarray:
     """The smallest of those that aren't 0 (what was never measured is left out of a mean); 0 where all are."""
-    least = np.where(counts > 0, counts, np.inf).min(axis)
+    least = np.where(counts > 0, counts, np.inf).min(axis, initial=np.inf)
     return np.where(np.isfinite(least), least, 0)
 
 

@@ -16,9 +16,9 @@ Section and figure numbers are those of SMELT (arXiv 2609.01343 v3); "ours" mark
 query head, `kv_head` a key/value head; `stage` is X, Q, K, V, PV, O.
 
 **Averages** are uniform over tokens, then over heads and layers where a figure says so. Sums are kept in float64 per document
-group (128 by default; documents fall into groups by a hash of their tokens; with no more documents than groups each is
-its own). **Intervals** are 95 % percentile bootstrap intervals over those groups, 1000 replicates, the same draw for every measure and
-for both recordings of a pair, so differences and ratios are paired. A token whose value is NaN or infinite is counted and
+group (up to 1,024, see [Uncertainty](uncertainty.md); documents fall into groups by a hash of their tokens; with no more documents than groups each is
+its own). **Intervals** are 95 % jackknife intervals over those groups, studentised and corrected for skewness
+([Uncertainty](uncertainty.md) has what they cover), paired between measures and between both recordings of a pair of the same documents. A token whose value is NaN or infinite is counted and
 never averaged in; tokens that a definition leaves out are counted too.
 
 | measure | axes | unit | definition | paper |

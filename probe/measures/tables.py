@@ -75,7 +75,7 @@ def _each_n(stat: StatArray) -> list[str]:
 
 
 def _counts(stat: StatArray) -> str:
-    interval = "95% document bootstrap" if np.isfinite(stat.interval()[0]).any() else "none"
+    interval = f"none ({why})" if (why := stat.no_interval) else "95% over documents"
     each = ""
     if stat.counts is not None and stat.ragged:
         measured = stat.counts[stat.counts > 0]

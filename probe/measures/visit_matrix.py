@@ -24,9 +24,9 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
     symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
     visits = plan.visits[layer]
 
-    def square(values: np.ndarray, lead: int, empty: float = np.nan) -> np.ndarray:
+    def square(values: np.ndarray, lead: int) -> np.ndarray:
         values = np.moveaxis(values, stat.axes.index("pair") + lead, lead)
-        table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), empty)
+        table = np.full((*values.shape[:lead], visits, visits, *values.shape[lead + 1 :]), np.nan)
         for at, pair in pairs:
             cell = (pair.earlier.visit - 1, pair.later.visit - 1)
             for where in {cell, cell[::-1]} if symmetric else {cell}:
@@ -35,27 +35,15 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
 
     axes = ("visit", "later_visit", *(axis for axis in stat.axes if axis != "pair"))
     numbers = list(range(1, visits + 1))
-    return replace(
-        stat,
-        measure=replace(stat.measure, axes=axes),
-        values=square(stat.values, 0),
-        replicates=None if stat.replicates is None else square(stat.replicates, 1),
-        counts=None if stat.counts is None else square(stat.counts, 0, 0.0),
-        labels={"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}},
-    )
+    labels = {"visit": numbers, "later_visit": numbers, **{a: stat.labels[a] for a in axes[2:]}}
+    return stat.rearranged(square, measure=replace(stat.measure, axes=axes), labels=labels)
 
 
 def at_steps(stat: StatArray, steps: Sequence[Step]) -> StatArray:
     """A `step` measure at these steps, one a layer; by layer, the axis relabelled `layer`."""
     steps = sorted(steps, key=lambda step: step.layer)
     at, order = stat.axes.index("step"), [step.index for step in steps]
-    chosen = replace(
-        stat,
-        values=stat.values.take(order, at),
-        replicates=None if stat.replicates is None else stat.replicates.take(order, at + 1),
-        counts=None if stat.counts is None else stat.counts.take(order, at),
-        labels={**stat.labels, "step": steps},
-    )
+    chosen = stat.rearranged(lambda a, lead: a.take(order, at + lead), labels={**stat.labels, "step": steps})
     return relabel(chosen, "step", "layer", [step.layer for step in steps])
 
 

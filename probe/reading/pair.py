@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from visitlens.errors import InputError, RecordingError
+from visitlens.probe.measures.intervals import FEWEST
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.recorded_run import RecordedRun, absent_sentences
 
@@ -115,7 +116,12 @@ def _run_warnings(run: RecordedRun) -> list[str]:
         found.append(f"{run.name}: the recording doesn't say which weights it is of.")
     if recording.documents < _FEW_DOCUMENTS:
         found.append(
-            f"{run.name}: {recording.documents} documents are few for a document bootstrap; its intervals are too narrow."
+            f"{run.name}: {recording.documents} documents are few: "
+            + (
+                "there are no intervals."
+                if recording.documents < FEWEST
+                else "intervals of skewed values are too narrow."
+            )
         )
     found += [f"{run.name}: {sentence}." for sentence in absent_sentences(run)]
     for name, totals in recording.totals.items():

@@ -1,4 +1,4 @@
-"""Two recordings whose bootstrap draws are of the same documents, as far as they share any. No torch."""
+"""Two recordings whose sums are over the same groups of documents, as far as they share any. No torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pairing:
 
 def pair(a: RecordedRun, b: RecordedRun) -> Pairing:
     """Documents are matched by the hashes in the summaries (format 1.1); a document that one recording alone holds is
-    drawn in both and counts in one."""
+    left out of both and counts in one."""
     if a.provenance["data_sha256"] == b.provenance["data_sha256"] and a.groups == b.groups:
         return Pairing(a, b, True, "paired: both are of the same documents")
     apart = Pairing(a, b, False, "not paired: the two are of different documents, or group them differently")
@@ -34,24 +34,27 @@ def pair(a: RecordedRun, b: RecordedRun) -> Pairing:
     alone = [
         len(hashes) == run.groups <= most for run, hashes, most in zip((a, b), (ours, theirs), groups, strict=True)
     ]
-    if not shared or (not any(alone) and groups[0] != groups[1]):
+    few, many = sorted(groups)
+    if not shared or (not any(alone) and many % few):
         return apart
-    union, most = np.union1d(ours, theirs), groups[alone.index(False)] if not all(alone) else 0
+    union = np.union1d(ours, theirs)
+    most = 0 if all(alone) else min(number for number, own in zip(groups, alone, strict=True) if not own)
     lined_up = []
     for run, hashes, each_its_own in zip((a, b), (ours, theirs), alone, strict=True):
         if all(alone):
             places, count = np.searchsorted(union, hashes), len(union)
         else:  # groups by hash, as in the recording of more documents
-            places, count = (hashes % np.uint64(most)).astype(np.int64) if each_its_own else np.arange(run.groups), most
-        lined_up.append(_regrouped(run, places, count))
+            places = (hashes % np.uint64(most)).astype(np.int64) if each_its_own else np.arange(run.groups) % most
+            count = most
+        lined_up.append(_regrouped(run, places, count, f"{a.group_names} with {b.group_names}"))
     words = f"paired where the documents are the same: {shared:,} of {len(ours):,} and {len(theirs):,}"
     return Pairing(lined_up[0], lined_up[1], True, words)
 
 
-def _regrouped(run: RecordedRun, places: np.ndarray, groups: int) -> RecordedRun:
+def _regrouped(run: RecordedRun, places: np.ndarray, groups: int, name: str) -> RecordedRun:
     recording = copy.copy(run.recording)
     recording.__dict__["totals"] = {
         name: totals.regrouped(places, groups) if totals.total.shape[0] == run.groups else totals
         for name, totals in run.recording.totals.items()
     }
-    return RecordedRun(recording)
+    return RecordedRun(recording, groups=name)

@@ -22,10 +22,11 @@ from visitlens.hooks.recording.read.recording import Recording
 from visitlens.plugins import is_installed
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.measures.axes import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
-from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.measures.phases import PHASES, of_phase
 from visitlens.probe.measures.visit_matrix import at_steps, relabel, visit_matrix
+from visitlens.probe.reading import expert_loads
 
 _NORM_MEASURES = {
     "update": "update_rms",
@@ -53,8 +54,8 @@ class RecordedRun:
     labelled by 0-based physical layer and hold looped layers only.
     """
 
-    def __init__(self, recording: Recording, phase: str | None = None) -> None:
-        self.recording, self._phase = recording, phase
+    def __init__(self, recording: Recording, phase: str | None = None, groups: str = "") -> None:
+        self.recording, self._phase, self._groups = recording, phase, groups
         self.plan = recording.plan
         self._stats: dict[str, StatArray] = {}
 
@@ -95,7 +96,7 @@ class RecordedRun:
                 f"expected a phase among {', '.join(PHASES)} of a recording made with --generate, got {name!r} of {self.name}"
                 + ("" if self.recording.generated else ", whose texts weren't generated")
             )
-        return RecordedRun(self.recording, name)
+        return RecordedRun(self.recording, name, self._groups)
 
     @property
     def _totals(self) -> dict[str, GroupTotals]:
@@ -115,9 +116,10 @@ class RecordedRun:
     def groups(self) -> int:
         return max(t.total.shape[0] for t in self._totals.values())
 
-    @cached_property
-    def _weights(self) -> np.ndarray:
-        return resampling_weights(self.groups)
+    @property
+    def group_names(self) -> str:
+        """Which groups of documents the sums are of: recordings with the same are paired."""
+        return self._groups or f"{self.recording.run['config']['data_sha256']} in {self.groups}"
 
     def stat(self, name: str) -> StatArray:
         """A recorded measure over all its axes; `step` labels are `Step`, `pair` labels `VisitPair`.
@@ -137,12 +139,12 @@ class RecordedRun:
             return self._stats[name]
         grouped = totals.total.shape[0] == self.groups
         measure = Measure.from_attributes(name, totals.attributes, grouped)
-        values, replicates = mean_and_replicates(totals.total, totals.count, self._weights if grouped else None)
-        self._stats[name] = StatArray(
-            measure=measure,
-            values=values,
-            replicates=replicates,
-            labels={axis: self._labels(axis, size) for axis, size in zip(measure.axes, values.shape, strict=True)},
+        sizes = zip(measure.axes, totals.total.shape[1:], strict=True)
+        self._stats[name] = mean_of(
+            measure,
+            (totals.total, totals.count),
+            {axis: self._labels(axis, size) for axis, size in sizes},
+            groups=self.group_names,
             documents=self.recording.documents,
             tokens=self.tokens,
             provenance=self.provenance,
@@ -150,6 +152,11 @@ class RecordedRun:
             ragged=bool(self.recording.config.get("ragged")),
         )
         return self._stats[name]
+
+    def sums(self, name: str) -> GroupTotals:
+        """What a measure's means are formed of, by document group. Raises as `stat`."""
+        self.stat(name)
+        return self._totals[name]
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -218,36 +225,12 @@ class RecordedRun:
         return self.recording.config["experts_per_token"] / self.recording.config["num_experts"]
 
     def expert_overlap_chance_by_load(self, visits: tuple[int, int] | None = None) -> StatArray:
-        """[layer] overlap expected if each visit chose independently by its own expert loads."""
-        k = self.recording.config["experts_per_token"]
-        measure = Measure(
-            "expert_overlap_chance_by_load",
-            "Expert overlap expected from expert loads",
-            ("layer", "expert"),
-            "share of k",
-            "sum over experts of f1(e) f2(e), / k; f_v(e) = share of tokens that use e at visit v.",
-            "ours",
-        )
-        earlier, later = self.both_visits("expert_load", visits)
-        product = earlier.combine(later, lambda x, y: x * y / k, measure)
-        experts = len(product.labels["expert"])
-        mean = product.mean("expert")
-        return mean.combine(experts, np.multiply, mean.measure)
+        """[layer] overlap expected if each visit chose independently by its own expert loads (`expert_loads.chance_by_load`)."""
+        return expert_loads.chance_by_load(self, visits)
 
     def load_imbalance(self) -> StatArray:
         """[step] E times the sum of squared shares of routed slots: 1 if balanced, E if one expert took all."""
-        load, k = self.stat("expert_load"), self.recording.config["experts_per_token"]
-        experts = len(load.labels["expert"])
-        measure = Measure(
-            "load_imbalance",
-            "Expert load imbalance",
-            ("step", "expert"),
-            "ratio",
-            "E * sum over experts of (f(e) / k)^2.",
-            "ours",
-        )
-        mean = load.combine(k, lambda x, y: (x / y) ** 2, measure).mean("expert")
-        return mean.combine(experts**2, np.multiply, mean.measure)
+        return expert_loads.imbalance(self)
 
     # Residual stream (6.2)
 
@@ -337,16 +320,9 @@ class RecordedRun:
     def _cosine_cells(self, cells: list[tuple[int, int]], measure: Measure, labels: list[Any]) -> StatArray:
         full = self.update_cosine()
         rows, columns = [a for a, _ in cells], [b for _, b in cells]
-        return StatArray(
-            measure=measure,
-            values=full.values[rows, columns],
-            replicates=None if full.replicates is None else full.replicates[:, rows, columns],
-            counts=None if full.counts is None else full.counts[rows, columns],
-            ragged=full.ragged,
-            labels={measure.axes[0]: labels},
-            documents=full.documents,
-            tokens=full.tokens,
-            provenance=full.provenance,
+        named = {measure.axes[0]: labels}
+        return full.rearranged(
+            lambda a, lead: a[(slice(None),) * lead + (rows, columns)], measure=measure, labels=named
         )
 
     def _pairs(self, visits: tuple[int, int] | None) -> tuple[Any, ...]:

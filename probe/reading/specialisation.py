@@ -2,8 +2,8 @@
 
 An expert's specialisation is the Kullback-Leibler divergence, in nats, of the token ids that it takes from the token ids
 of the whole text. Finite counts alone make it positive, so it comes with a null: the same with the experts' tokens
-drawn at random (each token's expert set moved to another token), which keeps every expert's load. It has no interval: resampling
-documents adds the very bias that the null is there for.
+drawn at random (each token's expert set moved to another token), which keeps every expert's load. It has no interval: leaving out
+documents changes the very bias that the null is there for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Any two recordings side by side: every measure that both hold, with the difference and its interval. No torch.
 
 Places are matched by (layer, visit), or by physical layer with its visits averaged. Where both recordings are of the same
-documents, or share some, the bootstrap is paired, otherwise the two are drawn apart.
+documents, or share some, the difference is paired, otherwise the two are independent.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compare(a: RecordedRun, b: RecordedRun, by: By = "mean", measures: Iterable[
     for name in wanted or common:
         ours, theirs = (_by_kind(_placed(run.stat(name), by)) for run in (a, b))
         for kind in ours:
-            found += _compared(f"{name}.{kind}" if kind else name, ours[kind], theirs[kind], by, pairing.paired)
+            found += _compared(f"{name}.{kind}" if kind else name, ours[kind], theirs[kind], by)
     if not found:
         raise RecordingError(f"{a.name} and {b.name} share no layer and no measure to compare")
     return found
@@ -178,13 +178,7 @@ def _placed(stat: StatArray, by: By) -> StatArray:
         return _relabelled(stat, axis, names)
     layers = sorted({place.layer for place in places})
     parts = [stat.sel(**{axis: lambda place, layer=layer: place.layer == layer}).mean(axis) for layer in layers]
-    values = np.stack([part.values for part in parts])
-    replicates = None
-    if stat.replicates is not None:
-        replicates = np.stack([part.replicates for part in parts if part.replicates is not None], axis=1)
-    axes = ("place", *parts[0].axes)
-    labels = {"place": [str(layer) for layer in layers], **parts[0].labels}
-    return replace(stat, measure=replace(stat.measure, axes=axes), values=values, replicates=replicates, labels=labels)
+    return StatArray.stacked(parts, "place", [str(layer) for layer in layers])
 
 
 def _relabelled(stat: StatArray, axis: str, names: list[str]) -> StatArray:
@@ -201,16 +195,12 @@ def _by_kind(stat: StatArray) -> dict[str, StatArray]:
     return {"": stat}
 
 
-def _compared(name: str, a: StatArray, b: StatArray, by: By, paired: bool) -> list[Comparison]:
+def _compared(name: str, a: StatArray, b: StatArray, by: By) -> list[Comparison]:
     shared = [place for place in a.labels["place"] if place in b.labels["place"]]
     if not shared:
         return []
     a, b = (stat.sel(place=shared) for stat in (a, b))
     if by == "mean":
         a, b = a.mean("place"), b.mean("place")
-    if not paired and b.replicates is not None:
-        b = replace(
-            b, replicates=b.replicates[::-1]
-        )  # so that a draw of one isn't matched with the same draw of the other
     measure = replace(b.measure, name=f"{name}_difference", title=f"{b.measure.title}: difference")
     return [Comparison(name, b.measure, a, b, b.combine(a, np.subtract, measure))]

@@ -1,15 +1,12 @@
 """What SMELT's Section 6 found, as a list of claims, and whether each one's direction holds for a pair of models. No torch.
 
-A claim is decided by one number whose null is 0: a difference of two measured means, or a ratio minus 1. It holds when
-the whole 95% document-bootstrap interval lies on the claimed side, doesn't when it lies on the other, and is not decided
-when it contains 0. The paper's numbers are for its own, far larger models: the direction is what is compared, not the
-size.
+When a claim is decided stands in `finding`. The paper's numbers are for its own, far larger models: the direction is what is
+compared, not the size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,94 +14,23 @@ import numpy as np
 from visitlens.errors import InputError, RecordingError
 from visitlens.probe.drawing.series import INTERVAL
 from visitlens.probe.figures.dyck_map import dyck_study
-from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
+from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.reading.recorded_run import RecordedRun
+from visitlens.probe.report.finding import (
+    FAMILY_RULE,
+    RULE,
+    UNMEASURED,
+    Claim,
+    Evidence,
+    Finding,
+    in_family,
+    number_tested,
+    verdict,
+)
 
 PAPER = "arXiv 2609.01343 v3, Section 6"
-RULE = "A direction holds if the whole interval of the difference lies on the claimed side of 0; is not decided if it contains 0."
-HOLDS, FAILS, OPEN, UNMEASURED = "holds", "does not hold", "not decided", "not measured"
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """`ours` and what it is compared with (`against`, a number if it is fixed), and their `difference`, by layer where it can be."""
-
-    ours: StatArray
-    against: StatArray | float
-    difference: StatArray
-
-
-@dataclass(frozen=True)
-class Claim:
-    """`direction` is +1 where the difference is claimed to be positive, -1 where negative; `paper` is what it prints, as
-    text, and as ranges (low, high) of `ours` and of what it is compared with, where it prints numbers for them."""
-
-    key: str
-    section: str
-    statement: str
-    paper: str
-    unit: str
-    ours_is: str
-    against_is: str
-    direction: int
-    evidence: Callable[[Pair], Evidence]
-    published: tuple[float, float] | None = None
-    published_against: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A claim and what was found: scalars, the verdict, and in how many looped layers the direction is the claimed one."""
-
-    claim: Claim
-    verdict: str
-    reason: str
-    ours: StatArray | None = None
-    against: StatArray | float | None = None
-    difference: StatArray | None = None
-    layers: tuple[int, int] | None = None
-
-    @property
-    def in_range(self) -> bool | None:
-        """Whether our value lies in the paper's range; None where it prints none (or one number) or we have no value."""
-        low, high = self.claim.published or (0.0, 0.0)
-        if low == high or self.ours is None or np.isnan(self.ours.values):
-            return None
-        return bool(low <= self.ours.values <= high)
-
-    @property
-    def note(self) -> str:
-        """A direction can hold where the phenomenon is absent: said where our difference is tiny beside the paper's."""
-        ours, against = self.claim.published, self.claim.published_against
-        if ours is None or against is None or self.difference is None:
-            return ""
-        papers = min(abs(a - b) for a in ours for b in against)
-        tiny = abs(float(self.difference.values)) < papers / 20
-        return f"but less than a twentieth of the paper's difference of {papers:.2g}" if tiny else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        claim = self.claim
-        texts = {
-            name: getattr(claim, name)
-            for name in ("key", "section", "statement", "paper", "unit", "ours_is", "against_is")
-        }
-        return {
-            **texts,
-            "published": claim.published,
-            "published_against": claim.published_against,
-            "ours_in_published_range": self.in_range,
-            "claimed_direction": "positive" if claim.direction > 0 else "negative",
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "note": self.note,
-            "ours": _number(self.ours),
-            "against": _number(self.against),
-            "difference": _number(self.difference),
-            "layers_in_claimed_direction": self.layers,
-        }
 
 
 def findings(pair: Pair) -> list[Finding]:
@@ -114,13 +40,16 @@ def findings(pair: Pair) -> list[Finding]:
         InputError: there is no looped recording.
     """
     _looped(pair)
-    return [_find(claim, pair) for claim in CLAIMS]
+    return in_family([_find(claim, pair) for claim in CLAIMS])
 
 
 def grid_findings(grid: PairGrid) -> dict[str, list[Finding]]:
-    """Cell title -> every claim there; then, under the grid's own name, what is claimed of several cells together."""
+    """Cell title -> every claim there; then, under the grid's own name, what is claimed of several cells together. All are one
+    family: they stand on one page."""
     found = {cell.title: findings(cell.pair) for cell in grid.every_cell() if cell.pair is not None}
-    return {**found, grid.name: [_overlap_falls(grid)]}
+    found |= {grid.name: [_overlap_falls(grid)]}
+    corrected = iter(in_family([each for several in found.values() for each in several]))
+    return {where: [next(corrected) for _ in several] for where, several in found.items()}
 
 
 def grid_findings_data(grid: PairGrid, found: dict[str, list[Finding]]) -> dict[str, Any]:
@@ -128,6 +57,8 @@ def grid_findings_data(grid: PairGrid, found: dict[str, list[Finding]]) -> dict[
     return {
         "paper": PAPER,
         "rule": RULE,
+        "family_rule": FAMILY_RULE,
+        "tested": number_tested(each for several in found.values() for each in several),
         "interval": INTERVAL,
         "grid": grid.name,
         "missing": {cell.title: cell.missing for cell in grid.every_cell() if cell.pair is None},
@@ -142,26 +73,13 @@ def findings_data(pair: Pair, found: list[Finding]) -> dict[str, Any]:
     return {
         "paper": PAPER,
         "rule": RULE,
+        "family_rule": FAMILY_RULE,
+        "tested": number_tested(found),
         "interval": INTERVAL,
         "models": pair.describe(),
         "warnings": pair.warnings(),
         "findings": [finding.to_dict() for finding in found],
     }
-
-
-def verdict(difference: StatArray, direction: int) -> tuple[str, str]:
-    """The verdict on a scalar difference whose null is 0, and the reason for it in words."""
-    if np.isnan(difference.values):
-        return UNMEASURED, "no token was measured"
-    low, high = (float(bound) * direction for bound in difference.interval())
-    low, high = min(low, high), max(low, high)
-    if np.isnan(low):
-        return OPEN, "there is no interval: too few groups of documents"
-    if low > 0:
-        return HOLDS, "the whole interval lies on the claimed side"
-    if high < 0:
-        return FAILS, "the whole interval lies on the other side"
-    return OPEN, "the interval contains 0"
 
 
 def _find(claim: Claim, pair: Pair) -> Finding:
@@ -175,16 +93,8 @@ def _find(claim: Claim, pair: Pair) -> Finding:
     if by_layer.axes:
         layers = int((by_layer.values * claim.direction > 0).sum()), by_layer.values.size
     decided, reason = verdict(difference, claim.direction)
-    return Finding(claim, decided, reason, evidence.ours, evidence.against, difference, layers)
-
-
-def _number(value: StatArray | float | None) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    if not isinstance(value, StatArray):
-        return {"value": value, "low": None, "high": None}
-    low, high = value.interval()
-    return {"value": json_numbers(value.values), "low": json_numbers(low), "high": json_numbers(high)}
+    p = float(difference.p_values())
+    return Finding(claim, decided, reason, evidence.ours, evidence.against, difference, layers, p)
 
 
 # Evidence

@@ -28,17 +28,8 @@ from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.report import report_grid
-from visitlens.probe.report.findings import (
-    FAILS,
-    HOLDS,
-    OPEN,
-    UNMEASURED,
-    Finding,
-    findings,
-    findings_data,
-    grid_findings,
-    grid_findings_data,
-)
+from visitlens.probe.report.finding import FAILS, HOLDS, OPEN, UNMEASURED, Finding, number_tested
+from visitlens.probe.report.findings import findings, findings_data, grid_findings, grid_findings_data
 
 _FILES = ("png", "svg", "json", "csv")
 _CLASSES = {HOLDS: "holds", FAILS: "fails", OPEN: "open", UNMEASURED: "muted"}
@@ -181,13 +172,14 @@ def _findings(found: Sequence[Finding]) -> str:
     rows = "\n".join(_finding_row(finding) for finding in found)
     return f"""<section id="findings">
 <h2>Findings against the paper</h2>
-<p>{len(found)} findings: {told}. What is compared is the direction of each finding, not its size: the paper's models are of
+<p>{len(found)} findings: {told}{_in_family(found)}. What is compared is the direction of each finding, not its size: the paper's models are of
 100M to 1.6B scale and saw up to 215 billion tokens.</p>
 <p class="muted">A direction <b>holds</b> if the whole 95% interval of the difference lies on the claimed side of zero,
-<b>does not hold</b> if all of it lies on the other, and is <b>not decided</b> if it contains zero. Each is judged alone,
-without correction for their number, and a direction can hold by a margin of no account: read the difference.</p>
+<b>does not hold</b> if all of it lies on the other, and is <b>not decided</b> if it contains zero. Of {number_tested(found)} that
+are tested some would be decided by chance: with all in view a direction is decided only if its p value is at most 0.05 after Holm's correction, and where that
+changes the verdict both are shown. A direction can hold by a margin of no account: read the difference.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="Findings">
-<table><caption>Means over looped layers with 95% document-bootstrap intervals; “layers” counts those whose own mean has the
+<table><caption>Means over looped layers with 95% intervals over documents; “layers” counts those whose own mean has the
 claimed direction.</caption>
 <thead><tr><th scope="col">Finding (section; unit)</th><th scope="col">Paper</th><th scope="col">Here</th><th scope="col">Compared with</th>
 <th scope="col">Difference</th><th scope="col">Layers</th><th scope="col">Direction</th></tr></thead>
@@ -198,11 +190,22 @@ claimed direction.</caption>
 </section>"""
 
 
+def _in_family(found: Sequence[Finding]) -> str:
+    """How many of the decided ones stay so with all in view; nothing where all do."""
+    decided = [finding for finding in found if finding.verdict in (HOLDS, FAILS)]
+    kept = sum(finding.family_verdict == finding.verdict for finding in decided)
+    return "" if kept == len(decided) else f" ({kept} of these {len(decided)} decided also with all claims in view)"
+
+
 def _finding_row(finding: Finding) -> str:
     claim = finding.claim
     layers = f"{finding.layers[0]} of {finding.layers[1]}" if finding.layers else "–"
     ours, against, difference = (_cell(value) for value in (finding.ours, finding.against, finding.difference))
     said = finding.reason if finding.verdict == UNMEASURED else finding.note
+    if finding.family_verdict != finding.verdict:
+        said = "; ".join(
+            filter(None, [f"{finding.family_verdict} with all claims in view (p = {finding.p_family:.2f})", said])
+        )
     reason = f'<br><span class="muted">{escape(said)}</span>' if said else ""
     return (
         f'<tr><th scope="row">{escape(claim.statement)} <span class="muted">({escape(claim.section)}; {escape(claim.unit)})</span></th>'

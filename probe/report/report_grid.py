@@ -8,7 +8,7 @@ from visitlens.probe.drawing.page import escape
 from visitlens.probe.drawing.series import digits, span
 from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pair_grid import PairGrid
-from visitlens.probe.report.findings import HOLDS, UNMEASURED, Finding
+from visitlens.probe.report.finding import HOLDS, UNMEASURED, Finding, number_tested
 
 _SIGNS = {HOLDS: "yes", "does not hold": "no", "not decided": "open", UNMEASURED: "–"}
 
@@ -74,12 +74,14 @@ def findings_table(grid: PairGrid, found: Mapping[str, Sequence[Finding]], class
             f'<tr><th scope="row">{escape(claim.statement)} <span class="muted">({escape(claim.section)}; the whole grid)</span></th>'
             f'<td>{escape(claim.paper)}</td><td class="count">–</td>{values}</tr>'
         )
+    every = [finding for each in found.values() for finding in each]
     heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in cells)
     return f"""<section id="findings">
 <h2>Findings against the paper</h2>
 <p>Each cell holds our value, what it is compared with, and whether the <b>direction</b> of the paper's finding holds there: yes if the whole 95%
-interval of the difference lies on the claimed side of zero, no if all of it lies on the other, open if it contains zero. Each is judged alone,
-without correction for their number. The paper's models are of 100M to 1.6B scale and saw up to 215 billion tokens.</p>
+interval of the difference lies on the claimed side of zero, no if all of it lies on the other, open if it contains zero. Of {number_tested(every)} that
+are tested some would be decided by chance: with all in view a direction is decided only if its p value is at most 0.05 after Holm's correction, and where that changes
+the verdict both are shown. The paper's models are of 100M to 1.6B scale and saw up to 215 billion tokens.</p>
 <div class="scroll" tabindex="0" role="region" aria-label="Findings">
 <table><thead><tr><th scope="col">Finding</th><th scope="col">Paper</th><th scope="col">Holds in</th>{heads}</tr></thead>
 <tbody>
@@ -91,6 +93,8 @@ without correction for their number. The paper's models are of 100M to 1.6B scal
 
 def _cell(finding: Finding, classes: Mapping[str, str]) -> str:
     verdict = f'<span class="verdict {classes[finding.verdict]}">{_SIGNS[finding.verdict]}</span>'
+    if finding.family_verdict != finding.verdict:
+        verdict += f" <span class='muted'>({_SIGNS[finding.family_verdict]} among all)</span>"
     if finding.ours is None or finding.against is None or finding.verdict == UNMEASURED:
         return f"<td>{verdict}</td>"
     against = finding.against.values if isinstance(finding.against, StatArray) else finding.against

@@ -14,7 +14,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.text.documents import Document, pack, read_documents
 from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.packed_tokens import PackedTokens
-from visitlens.probe.measures.bootstrap import mean_and_replicates, resampling_weights
+from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS, DyckPrompt, dyck_prompt
 from visitlens.probe.samples.prompts import Prompt, pack_prompts, role_names, tokenise
@@ -25,8 +25,6 @@ ROLES = ("start", "demonstration inputs", "demonstration answers", "last input",
 LENGTHS = {"up to 128 tokens": 128, "129 to 512 tokens": 512, "over 512 tokens": 1 << 62}
 """Buckets of document length, BOS and EOS included."""
 GROUPS = 128
-FEWEST = 5
-"""Document groups; with fewer in a slice a bootstrap says nothing, so there is no interval."""
 
 LONGEST = 2048
 """Tokens of a context where none is asked for: models of transformers claim 100,000 and more."""
@@ -84,7 +82,7 @@ class EvalSet:
         encoded = encoder.documents([d.text for d in documents])
         tokens, kept = encoded.ids, [documents[i] for i in encoded.kept]
         length = min(config.context_length, LONGEST) if context_length is None else context_length
-        packed = pack(tokens, length, encoder.bos.id, encoder.pad)
+        packed = pack(tokens, length, encoder.bos.id, encoder.pad, near_copies=True)
         packed = packed if max_tokens is None else packed.first_contexts(max_tokens)
         number = len(packed.document_hash)
         facets = {
@@ -191,7 +189,7 @@ class EvalSet:
 
     @cached_property
     def groups(self) -> np.ndarray:
-        """[document] the bootstrap's group: documents by hash, each its own where there are at most 128."""
+        """[document] the group it counts in: documents by hash, each its own where there are at most 128."""
         return self.contexts.document_groups(GROUPS)
 
     def stat(
@@ -202,21 +200,17 @@ class EvalSet:
         labels: Mapping[str, Sequence[Any]],
         aggregation: str = "mean over tokens",
     ) -> StatArray:
-        """From `total` and `count` [document, *axes] to means with document-bootstrap intervals."""
+        """From `total` and `count` [document, *axes] to means with intervals over documents."""
         number = int(self.groups.max()) + 1
         count = np.broadcast_to(count, total.shape)
         totals, counts = (np.zeros((number, *total.shape[1:])) for _ in range(2))
         np.add.at(totals, self.groups, total)
         np.add.at(counts, self.groups, count)
-        weights = resampling_weights(number) if measure.grouped else None
-        values, replicates = mean_and_replicates(totals, counts, weights)
-        if replicates is not None:
-            replicates = np.where((counts != 0).sum(0) < FEWEST, np.nan, replicates)
-        return StatArray(
-            measure=measure,
-            values=values,
-            labels=labels,
-            replicates=replicates,
+        return mean_of(
+            measure,
+            (totals, counts),
+            labels,
+            groups=self.contexts.sha256,
             documents=self.documents,
             tokens=int(self.counts.sum()),
             aggregation=aggregation,

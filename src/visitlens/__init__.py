@@ -27,6 +27,7 @@ _EXPORTS = {
     "Measure": "visitlens.probe.measures.measure.Measure",
     "StatArray": "visitlens.probe.measures.measure.StatArray",
     "compare": "visitlens.probe.report.compare.compare",
+    "over_models": "visitlens.probe.reading.seeds.over_models",
     # Figures and the dashboard
     "Pair": "visitlens.probe.reading.pair.Pair",
     "figure": "visitlens.probe.gallery.pictures.figure",

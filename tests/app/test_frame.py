@@ -33,6 +33,7 @@ from visitlens.app.view.selection import Selection, fit, parse
 from visitlens.app.view.view import Context, view_of
 from visitlens.errors import InputError
 from visitlens.probe.drawing.theme import LIGHT
+from visitlens.probe.measures.intervals import interval
 from visitlens.probe.reading.grid import Grid, GridCell
 from visitlens.probe.reading.token_window import Segments, compare_experts, stored_measures
 from visitlens.probe.reading.two_visits import largest_change, two_visits
@@ -194,9 +195,9 @@ def test_layers_shows_the_difference_and_its_interval(context: Context) -> None:
     )
     earlier, later = view.run.both_visits("update_rms")
     assert [row["value"] for row in panel.rows()] == pytest.approx((later.values - earlier.values).tolist())
-    drawn = (later.replicates - earlier.replicates)[:, 0]
-    assert panel.rows()[0]["low"] == pytest.approx(np.quantile(drawn, 0.025))
-    assert panel.rows()[0]["high"] == pytest.approx(np.quantile(drawn, 0.975))
+    differences = (later.replicates - earlier.replicates)[:, 0]  # document by document
+    low, high = interval(later.values[0] - earlier.values[0], differences, later.support[:, 0])
+    assert (panel.rows()[0]["low"], panel.rows()[0]["high"]) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_steps_look_like_their_visits(context: Context) -> None:

@@ -44,7 +44,7 @@ levels have the sums; each further level has what the one before it has, except 
 
 _TAIL = """
 `/summary/MEASURE` has the definition (title, axes, unit, definition, place in the paper) as attributes, so that an old recording describes itself, and `total` and
-`count` [group, ...] f8, `left_out` and `non_finite` [...] i8. Groups are those of documents, for the bootstrap.
+`count` [group, ...] f8, `left_out` and `non_finite` [...] i8. Groups are those of documents, the unit of intervals.
 
 Activations of a token range carry the attribute `token_start`. Models of bfloat16 keep its bits as u2 with `logical_dtype` = `bfloat16`:
 `torch.from_numpy(a).view(torch.bfloat16)` reads them without loss. `O` is the attention write times the loop count, and is not stored twice.

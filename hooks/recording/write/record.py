@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -73,15 +73,20 @@ class RunnableModel(Protocol):
     def config(self) -> Any: ...
 
 
+FEWEST_GROUPS = 128
+"""Of documents, where there are more: what intervals need at least, whatever it costs."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions:
-    """What is kept. `activation_tokens` is a range of token ordinals; None = all. `batch` is contexts per forward:
+    """What is kept. `activation_tokens` is a range of token ordinals; None = all. `groups` is how many groups of documents are kept
+    apart, for intervals; None = what `visitlens record` chooses (`prepared_run.most_groups`), and 128 here. `batch` is contexts per forward:
     in float32 another batch changes roundings, so it is part of the run's identity."""
 
     level: str = "summary"
     sites: tuple[str, ...] = ()
     activation_tokens: tuple[int, int] | None = None
-    groups: int = 128
+    groups: int | None = None
     batch: int = 1
     shard_tokens: int = 131_072
 
@@ -93,10 +98,19 @@ class RecordingOptions:
             raise InputError(f"sites are kept at level 'activations'; the level is {self.level!r}")
         if self.level == "activations" and not self.sites:
             raise InputError(f"level 'activations' needs sites: some of {', '.join(ACTIVATION_SITES)}")
-        if min(self.groups, self.batch, self.shard_tokens) < 1:
+        if min(self.groups or 1, self.batch, self.shard_tokens) < 1 or self.groups == 0:
             raise InputError("groups, batch and shard_tokens must be at least 1")
-        if self.groups > schema.MAX_GROUPS:
+        if self.groups is not None and self.groups > schema.MAX_GROUPS:
             raise InputError(f"expected at most {schema.MAX_GROUPS} groups, got {self.groups}")
+
+    def settled(self, groups: int = FEWEST_GROUPS) -> RecordingOptions:
+        """With this number of groups where none was chosen."""
+        return self if self.groups is not None else replace(self, groups=groups)
+
+    @property
+    def group_count(self) -> int:
+        """`groups`, once it is settled."""
+        return FEWEST_GROUPS if self.groups is None else self.groups
 
 
 def record(
@@ -120,6 +134,7 @@ def record(
         RecordingError: `path` holds something else, or a run with another configuration.
         StorageError: no room, or another writer.
     """
+    options = options.settled()
     run = describe_run(model, contexts, statistics, options, provenance)
     per_token = bytes_per_token(model, statistics, options)
     writer = ShardWriter(model, contexts, path, statistics, options, attention_implementation, url)
@@ -248,7 +263,7 @@ def describe_run(
         "layers": [step.layer for step in model.plan.steps],
         "tokens": contexts.num_tokens,
         "documents": len(contexts.document_hash),
-        "groups": 1 + int(contexts.document_groups(options.groups).max()),
+        "groups": 1 + int(contexts.document_groups(options.group_count).max()),
         "ungrouped": sorted(name for name, measure in statistics.measures.items() if not measure.grouped),
         "provenance": dict(provenance),
         "left_out": dict(getattr(statistics, "left_out", {})),

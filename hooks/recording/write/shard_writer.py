@@ -79,7 +79,7 @@ class ShardWriter:
         self.dtype, self.store = dtype_of(model), None if url is None else ObjectStore(url)
         self.stopped: Callable[[], bool] = lambda: False
         """As of the ledger."""
-        groups = contexts.document_groups(options.groups)
+        groups = contexts.document_groups(options.group_count)
         self.segment_group = torch.from_numpy(groups[contexts.segment_document])
         sites = statistics.sites | set(options.sites)
         if options.level != "summary" and model.config.experts_per_token:

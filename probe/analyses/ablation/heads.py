@@ -43,7 +43,7 @@ Metric = Callable[[Tensor, Tensor], Tensor]
 class Task:
     """What is asked of a model. `tokens`, `document [context, position]`, document -1 = padding; `segments` as the model
     takes them, None if a context is one document. Target i is the token at `context[i], position[i]`, predicted from the
-    one before it; `group[i]` is its document's group, the unit of the bootstrap."""
+    one before it; `group[i]` is its document's group, the unit of intervals and tests."""
 
     tokens: np.ndarray
     segments: np.ndarray | None

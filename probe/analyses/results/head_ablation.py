@@ -13,19 +13,37 @@ import numpy as np
 from visitlens.probe.drawing.series import digits, series, with_interval
 from visitlens.probe.measures.grouped import Grouped, about_stat, check_integers, checked_about, checked_text, header
 from visitlens.probe.measures.measure import StatArray, json_numbers
+from visitlens.probe.measures.sign_flips import FlipTest, flip_test
 
 ABLATION = "ablation"
 
 
+SURE = 0.05
+"""The largest corrected p at which a head is called different from no effect."""
+
+
+class _Tests(dict[str, FlipTest]):
+    """Visits -> the tests of all heads there, made when first asked for."""
+
+    def __init__(self, effect: Grouped) -> None:
+        self._effect = effect
+
+    def __missing__(self, visits: str) -> FlipTest:
+        at = list(self._effect.labels["visits"]).index(visits)
+        self[visits] = flip_test(self._effect.total[:, at], self._effect.count[:, at])
+        return self[visits]
+
+
 @dataclass(frozen=True)
 class TopHead:
-    """The head whose ablation hurts most, by how much, and how surely: `p_holm` is corrected for all heads tried, `lead`
-    is its effect minus the runner-up's."""
+    """The head whose ablation hurts most, by how much, and how surely: `p_family` is corrected for all heads tried, `found`
+    whether it is told apart from no effect (`HeadAblation.found`), `lead` its effect minus the runner-up's."""
 
     layer: int
     head: int
     effect: StatArray
-    p_holm: float
+    p_family: float
+    found: bool
     runner_up: tuple[int, int] | None
     lead: StatArray | None
 
@@ -57,25 +75,29 @@ class HeadAblation:
         return self.effect.labels["visits"][-1]
 
     def p_values(self, visits: str | None = None) -> np.ndarray:
-        """[layer, head] two-sided, from the effect over its bootstrap standard error; NaN where there is no interval."""
-        chosen = self.effect.sel(visits=visits or self.every_visit)
-        if chosen.replicates is None:
-            return np.full(chosen.values.shape, np.nan)
-        spread = chosen.replicates.std(0, ddof=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            score = np.abs(chosen.values) / spread
-        score[(chosen.values == 0) & (spread == 0)] = 0.0  # a head that does nothing at all
-        return np.vectorize(lambda z: math.erfc(z / math.sqrt(2)), otypes=[float])(score)
+        """[layer, head] two-sided, by sign flips over prompts or documents (`sign_flips`), of each head alone; NaN where there are
+        too few for an interval."""
+        return self._tests[visits or self.every_visit].p
+
+    def p_family(self, visits: str | None = None) -> np.ndarray:
+        """[layer, head] the same, corrected for all these heads by the largest statistic among them."""
+        return self._tests[visits or self.every_visit].p_family
+
+    def found(self, visits: str | None = None) -> np.ndarray:
+        """[layer, head] whether a head is told apart from no effect: its corrected p is at most 0.05, and its own 95 % interval
+        leaves 0 out. What pages, figures and notes call found."""
+        low, high = self.effect.sel(visits=visits or self.every_visit).interval()
+        return (self.p_family(visits) <= SURE) & ((low > 0) | (high < 0))
+
+    @cached_property
+    def _tests(self) -> _Tests:
+        return _Tests(self.grouped_effect)
 
     @property
     def units(self) -> str:
-        """What the bootstrap draws: prompts or documents."""
+        """What is independent of each other, and counted: prompts or documents."""
         settings = self.about.get("settings")
         return "prompts" if isinstance(settings, Mapping) and "dyck" in settings else "documents"
-
-    def p_holm(self, visits: str | None = None) -> np.ndarray:
-        """[layer, head] p values, corrected by Holm's method for all these heads."""
-        return holm(self.p_values(visits))
 
     def top(self, visits: str | None = None) -> TopHead:
         """The head whose ablation raises the metric most; at all visits together by default."""
@@ -89,7 +111,8 @@ class HeadAblation:
             runner_up = layers[rest[0][0]], heads[rest[0][1]]
             second = chosen.sel(layer=runner_up[0], head=runner_up[1])
             lead = effect.combine(second, np.subtract, effect.measure)
-        return TopHead(layers[layer], heads[head], effect, float(self.p_holm(visits)[layer, head]), runner_up, lead)
+        p, found = (of(visits)[layer, head] for of in (self.p_family, self.found))
+        return TopHead(layers[layer], heads[head], effect, float(p), bool(found), runner_up, lead)
 
     def note(self) -> str:
         """The finding in one or two sentences."""
@@ -99,9 +122,9 @@ class HeadAblation:
             f"Ablating layer {top.layer}, head {top.head} at every visit raises {self.metric} most: by "
             f"{_with_interval(top.effect)} {self.effect.measure.unit} over {digits(self.intact.values)}"
         )
-        if not math.isnan(top.p_holm):
-            p = "p < 0.001" if top.p_holm < 0.001 else f"p = {top.p_holm:.3f}"
-            text += f" ({p} by Holm's correction for {heads} heads)"
+        if not math.isnan(top.p_family):
+            p = "p < 0.001" if top.p_family < 0.001 else f"p = {top.p_family:.3f}"
+            text += f" ({p} by sign flips over {self.units}, corrected for {heads} heads{'' if top.found else ': not told apart from no effect'})"
         if top.lead is not None and top.runner_up is not None:
             text += f"; that is {_with_interval(top.lead)} more than the next, layer {top.runner_up[0]}, head {top.runner_up[1]}"
         return text + "."
@@ -112,7 +135,7 @@ class HeadAblation:
             "metric": self.metric,
             "mode": self.mode,
             "note": self.note(),
-            "p_holm": json_numbers(np.stack([self.p_holm(visits) for visits in self.effect.labels["visits"]])),
+            "p_family": json_numbers(np.stack([self.p_family(visits) for visits in self.effect.labels["visits"]])),
             "intact": self.grouped_intact.to_dict(),
             "effect": self.grouped_effect.to_dict(),
         }
@@ -131,13 +154,3 @@ class HeadAblation:
 
 def _with_interval(stat: StatArray) -> str:
     return with_interval(series(stat, "", "observed", ""))
-
-
-def holm(p: np.ndarray) -> np.ndarray:
-    """Holm's step-down correction over all elements; NaN stays NaN and isn't counted."""
-    flat = p.ravel()
-    known = np.flatnonzero(~np.isnan(flat))
-    order = known[np.argsort(flat[known], kind="stable")]
-    corrected = np.full(flat.shape, np.nan)
-    corrected[order] = np.minimum(1.0, np.maximum.accumulate(flat[order] * np.arange(len(order), 0, -1)))
-    return corrected.reshape(p.shape)

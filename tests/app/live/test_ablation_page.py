@@ -46,8 +46,9 @@ def test_stored_ablations_ranked_by_visit_and_opened(serve: Any, meet: Any, abla
     expect(visitor.page.locator("[aria-labelledby=title-finding] .figure-line")).to_contain_text(
         "Ablating layer 2, head 3 at every visit"
     )
-    assert "8 of 8 heads differ from no effect at 5% after Holm's correction" in visitor.page.inner_text(
-        "[aria-labelledby=title-finding]"
+    assert (
+        "8 of 8 heads differ from no effect: p is at most 5% after correction for all 8, by sign flips over prompts"
+        in visitor.page.inner_text("[aria-labelledby=title-finding]")
     )
     first = visitor.page.locator("[aria-labelledby=title-ranked-table] tbody tr").first
     assert (
@@ -55,9 +56,7 @@ def test_stored_ablations_ranked_by_visit_and_opened(serve: Any, meet: Any, abla
         and "2.30" in first.inner_text()
         and "< 0.001" in first.inner_text()
     )
-    said = (
-        "n = 40 prompts. Intervals, 95% percentile interval of a bootstrap over prompts (in groups, 1,000 replicates)"
-    )
+    said = "n = 40 prompts. Intervals, 95% interval over prompts (jackknife, studentised, corrected for skewness)"
     assert said in visitor.page.inner_text("#panel-map .caption")
     visitor.choose("when", "2")
     expect(visitor.page.locator("#title-ranked")).to_contain_text("at visit 2")

@@ -14,7 +14,6 @@ from visitlens.errors import InputError
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.analyses.ablation.ablate_recording import ablate
 from visitlens.probe.analyses.ablation.heads import Task, ablate_heads, nll, text_task
-from visitlens.probe.analyses.results.head_ablation import holm
 
 LENGTHS = (17, 9, 30, 2, 12, 25, 40, 6)
 
@@ -184,9 +183,3 @@ def test_wrong_arguments_are_refused(make_model, task: Task, make_text) -> None:
         model.run_steps(torch.zeros(1, 4, 16), start=5, stop=3)
     with pytest.raises(InputError, match="don't fit"):
         model.run_steps(torch.zeros(1, 4, 16), torch.zeros(1, 5))
-
-
-def test_holm_by_hand() -> None:
-    p = np.array([[0.01, 0.04], [0.03, np.nan]])
-    np.testing.assert_allclose(holm(p), [[0.03, 0.06], [0.06, np.nan]])  # 3 * 0.01, 2 * 0.03, then at least that
-    np.testing.assert_allclose(holm(np.array([0.5, 0.9])), [1.0, 1.0])

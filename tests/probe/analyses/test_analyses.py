@@ -21,14 +21,16 @@ from visitlens.probe.analyses.ablation.ablate_recording import ablate
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
 from visitlens.probe.analyses.results.store import DyckStudy, store
+from visitlens.probe.measures.intervals import interval
+from visitlens.probe.measures.sign_flips import flip_test
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
-ABOUT = {"documents": 6, "tokens": 700, "provenance": {"recording": "r"}, "settings": {"seed": 0}}
+ABOUT = {"documents": 9, "tokens": 700, "provenance": {"recording": "r"}, "settings": {"seed": 0}}
 
 
 @pytest.fixture(scope="module")
 def results() -> tuple[HeadAblation, DyckStudy]:
-    planted, settings = plant(), DyckSettings(prompts=6)
+    planted, settings = plant(), DyckSettings(prompts=9)
     found = ablate(planted.model, dyck_task(settings.draw(planted.tokenizer), 0, 2), metric_name="Dyck target loss")
     study = study_head(planted.model, planted.tokenizer, LAYER, HEAD, settings, name="zero", about=ABOUT)
     return HeadAblation(
@@ -53,7 +55,7 @@ def test_what_is_stored_is_read_back(run: RecordedRun, results: tuple[HeadAblati
     np.testing.assert_allclose(ablation.effect.values, results[0].effect.values, atol=1e-8)
     np.testing.assert_allclose(ablation.effect.interval(), results[0].effect.interval(), atol=1e-8)
     assert ablation.effect.measure == results[0].effect.measure and ablation.effect.labels == results[0].effect.labels
-    assert (ablation.effect.documents, ablation.effect.tokens) == (6, 700)
+    assert (ablation.effect.documents, ablation.effect.tokens) == (9, 700)
     assert ablation.note() == results[0].note() and ablation.every_visit == "1+2"
     np.testing.assert_allclose(study.mass.values, results[1].mass.values, atol=1e-8)
     assert (study.layer, study.head) == (LAYER, HEAD)
@@ -61,7 +63,10 @@ def test_what_is_stored_is_read_back(run: RecordedRun, results: tuple[HeadAblati
     np.testing.assert_allclose(study.examples[1].maps, results[1].examples[1].maps, atol=1e-8)
     perplexity = study.scores["perplexity"]
     np.testing.assert_allclose(perplexity.values, np.exp(study.scores["nll"].values))
-    np.testing.assert_allclose(perplexity.interval()[1], np.exp(study.scores["nll"].interval()[1]))
+    nll = study.scores["nll"]
+    assert nll.replicates is not None and nll.support is not None
+    expected = interval(np.exp(nll.values), np.exp(nll.replicates), nll.support)
+    np.testing.assert_allclose(perplexity.interval(), expected)
 
 
 def test_the_file_also_holds_the_intervals(run: RecordedRun) -> None:
@@ -70,7 +75,7 @@ def test_the_file_also_holds_the_intervals(run: RecordedRun) -> None:
     effect = run.ablations()["dyck-zero"].effect
     np.testing.assert_allclose(data["effect"]["values"], effect.values, atol=1e-8)
     np.testing.assert_allclose(data["effect"]["high"], effect.interval()[1], atol=1e-8)
-    assert np.shape(data["p_holm"]) == effect.values.shape
+    assert np.shape(data["p_family"]) == effect.values.shape
 
 
 def test_storing_again_replaces_and_leaves_nothing_else(
@@ -93,12 +98,23 @@ def test_recording_goes_on_in_a_folder_with_analyses(
     assert RecordingOptions().level == "summary"
 
 
-def test_p_values_by_hand(results: tuple[HeadAblation, DyckStudy]) -> None:
-    effect = results[0].effect.sel(visits="1+2", layer=LAYER, head=HEAD)
-    assert effect.replicates is not None
-    z = abs(effect.values) / effect.replicates.std(ddof=1)
-    assert results[0].p_values()[0, HEAD] == pytest.approx(math.erfc(z / math.sqrt(2)))
-    assert results[0].top("2").head == HEAD
+def test_p_values_are_those_of_sign_flips_over_prompts(results: tuple[HeadAblation, DyckStudy]) -> None:
+    ablation = results[0]
+    grouped = ablation.grouped_effect
+    test = flip_test(grouped.total[:, -1], grouped.count[:, -1])
+    np.testing.assert_array_equal(ablation.p_values(), test.p)
+    np.testing.assert_array_equal(ablation.p_family(), test.p_family)
+    assert ablation.top("2").head == HEAD
+
+
+def test_what_is_called_found_has_a_small_p_and_an_interval_without_0(results: tuple[HeadAblation, DyckStudy]) -> None:
+    ablation = results[0]
+    low, high = ablation.effect.sel(visits="1+2").interval()
+    expected = (ablation.p_family() <= 0.05) & ((low > 0) | (high < 0))
+    np.testing.assert_array_equal(ablation.found(), expected)
+    top = ablation.top()
+    assert top.found == bool(ablation.found().ravel()[ablation.effect.sel(visits="1+2").values.argmax()])
+    assert ("not told apart from no effect" in ablation.note()) == (not top.found and not math.isnan(top.p_family))
 
 
 # Files that don't fit

@@ -158,7 +158,7 @@ def test_the_dyck_map_marks_the_answers_and_shows_tokens_as_text(looped_recordin
     assert figure.layout.xaxis.ticktext[1:5] == ("&lt;b&gt;", "␣", ")", "↵")
     assert figure.layout.coloraxis2.cmin == -figure.layout.coloraxis2.cmax
     assert "layer 2, head 3" in figure.layout.title.text
-    assert any("Holm" in note for note in data["notes"])
+    assert any("sign flips over" in note for note in data["notes"])
 
 
 # What paths are

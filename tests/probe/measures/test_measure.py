@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from tests.support.jackknife import T_99, replicates_within
 
 from visitlens.errors import InputError
 from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
@@ -21,7 +22,9 @@ def stat(seed: int = 0, layers: tuple[int, ...] = (1, 2, 5), heads: int = 2, rep
     return StatArray(
         measure=MEASURE,
         values=values,
-        replicates=values + 0.1 * rng.normal(size=(replicates, *values.shape)) if replicates else None,
+        replicates=values + 0.1 / np.sqrt(replicates) * rng.normal(size=(replicates, *values.shape))
+        if replicates
+        else None,
         labels={"layer": list(layers), "head": list(range(heads))},
         documents=12,
         tokens=3456,
@@ -87,22 +90,33 @@ def test_a_mean_leaves_out_what_was_never_measured() -> None:
 # Intervals
 
 
-def test_bounds_are_percentiles_of_the_replicates() -> None:
-    values = np.array([[10.0]])
-    replicates = np.arange(1001.0).reshape(-1, 1, 1)
-    array = replace(stat(layers=(1,), heads=1), values=values, replicates=replicates)
-    np.testing.assert_allclose(array.interval(), [[[25.0]], [[975.0]]])
-    np.testing.assert_allclose(array.interval(0.5), [[[250.0]], [[750.0]]])
+def test_bounds_are_those_of_the_replicates_and_inside_what_the_values_can_be() -> None:
+    values = np.array([[0.9]])
+    array = replace(stat(layers=(1,), heads=1), values=values, replicates=replicates_within(values, 0.3))
+    np.testing.assert_allclose(array.interval(), [[[0.6]], [[1.2]]])
+    _, high = array.interval(0.5)
+    np.testing.assert_allclose(high - 0.9, 0.3 * 0.67701 / T_99, rtol=1e-4)  # 75 % of Student's t with 99 degrees
+    shares = replace(array, span=(0.0, 1.0))
+    np.testing.assert_allclose(shares.interval(), [[[0.6]], [[1.0]]])
+    assert shares.combine(1.0, np.subtract, MEASURE).span == (-np.inf, np.inf)  # a change may be negative
 
 
-def test_replicates_that_drew_nothing_are_left_out_of_an_interval_of_any_shape() -> None:
-    measure = Measure("x", "X", ("layer",), "ratio", "A number.", "ours")
-    replicates = np.array([[1.0, 5.0], [np.nan, 5.0], [3.0, 5.0]])
-    array = StatArray(measure, np.array([2.0, 5.0]), {"layer": [0, 1]}, replicates)
-    low, high = array.interval(0.0)  # the median, twice
-    assert low.tolist() == high.tolist() == [2.0, 5.0]
-    one = array.sel(layer=0)
-    assert one.values.shape == () and [float(bound) for bound in one.interval(0.0)] == [2.0, 2.0]
+def test_the_fewest_documents_behind_a_value_stay_with_it() -> None:
+    array = replace(stat(), support=np.stack([np.arange(10.0, 16).reshape(3, 2)] * 2))
+    array.support[:, 1, 0] = 0  # never measured: left out of a mean
+    assert array.mean("layer").support.tolist() == [[10.0, 11.0]] * 2
+    assert array.sel(layer=5).mean("head").support.tolist() == [14.0, 14.0]
+    few = replace(stat(), support=np.full((2, 3, 2), 7.0))
+    both = array.combine(few, np.subtract, MEASURE)
+    assert np.isnan(both.interval()).all() and both.no_interval == "too few documents: 7; an interval takes 8"
+
+
+def test_arrays_stacked_are_what_they_were() -> None:
+    a = stat()
+    again = StatArray.stacked([a.sel(layer=layer) for layer in (1, 2, 5)], "layer", [1, 2, 5])
+    np.testing.assert_array_equal(again.values, a.values)
+    np.testing.assert_array_equal(again.replicates, a.replicates)
+    assert again.labels == a.labels and again.axes == a.axes
 
 
 def test_without_replicates_the_interval_is_nan() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.support.jackknife import replicates_within
 
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.probe.measures.measure import Measure, StatArray
@@ -16,14 +17,14 @@ def stat(shape: dict[str, list], replicated: bool = True) -> StatArray:
     values = np.arange(np.prod([len(x) for x in shape.values()], dtype=int), dtype=float)
     values = values.reshape([len(x) for x in shape.values()]) - 1
     measure = Measure("m", "A <title>", tuple(shape), "nats", "The definition & more.", "ours")
-    replicates = values + np.linspace(-0.5, 0.5, 101).reshape(-1, *[1] * values.ndim) if replicated else None
+    replicates = replicates_within(values, 0.475) if replicated else None
     return StatArray(measure, values, shape, replicates, 7, 1000)
 
 
 def test_one_number_and_a_row_an_element_with_their_intervals() -> None:
     assert as_text(stat({})).splitlines()[1].split() == ["-1.0000", "[-1.4750,", "-0.5250]"]
     lines = as_text(stat({"step": list(PLAN.steps)})).splitlines()
-    counts = "7 documents, 1,000 tokens; intervals: 95% document bootstrap"
+    counts = "7 documents, 1,000 tokens; intervals: 95% over documents"
     assert lines[0] == f"A <title> [nats], mean over tokens; {counts}"
     assert [line.split()[:2] for line in lines[1:]] == [
         ["0·1", "-1.0000"],
@@ -52,7 +53,7 @@ def test_two_axes_are_a_grid_and_three_a_grid_a_label() -> None:
 def test_html_is_escaped_and_draws_each_interval() -> None:
     page = as_html(stat({"step": list(PLAN.steps)}))
     assert "A &lt;title&gt;" in page and "&amp; more" in page and page.count("<circle") == 4
-    assert page.count("stroke-width='2'") == 4 and "95% document bootstrap" in page
+    assert page.count("stroke-width='2'") == 4 and "95% over documents" in page
     assert "intervals: none" in as_html(stat({"head": [0]}, False))
     assert page == stat({"step": list(PLAN.steps)})._repr_html_()
 

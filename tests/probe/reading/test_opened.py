@@ -145,8 +145,15 @@ def test_overlaps_of_a_recording_are_those_of_its_raw_routing(
                 shared = [len(set(x) & set(y)) for x, y in zip(one.tolist(), two.tolist(), strict=True)]
                 assert overlap.values[at] == pytest.approx(np.mean(shared) / 8)
                 np.testing.assert_allclose(histogram.values[at], np.bincount(shared, minlength=9) / len(shared))
-                loads = [np.bincount(x.ravel(), minlength=16) / len(x) for x in (one, two)]
-                assert chance.values[at] == pytest.approx((loads[0] * loads[1]).sum() / 8)
+                loads = [np.bincount(x.ravel(), minlength=16) for x in (one, two)]
+                totals, steps = run.sums("expert_load"), [run.plan.step(layer, visit).index for visit in (a, b)]
+                for load, step in zip(loads, steps, strict=True):
+                    np.testing.assert_array_equal(totals.total[:, step].sum(0), load)
+                first, second = (totals.total[:, step] for step in steps)
+                tokens = totals.count[:, steps[0], 0]
+                pairs = ~np.eye(len(tokens), dtype=bool)  # of different documents
+                expected = (first @ second.T)[pairs].sum() / np.outer(tokens, tokens)[pairs].sum() / 8
+                assert chance.values[at] == pytest.approx(expected)
 
 
 def test_the_default_pair_of_visits_is_the_first_and_the_last(three_visit_recording: RecordedRun) -> None:

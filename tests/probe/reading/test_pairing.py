@@ -59,5 +59,16 @@ def test_shared_documents_narrow_the_interval_and_strangers_do_not_pair(record, 
     paired = width(a, b)
     monkeypatch.setitem(b.recording.__dict__, "document_hashes", None)
     assert paired < width(a, b)
-    stranger, other_groups = record("e", range(36, 40), seed=2), record("f", range(30), groups=8)
+    stranger, other_groups = record("e", range(36, 40), seed=2), record("f", range(30), groups=7)
     assert not pair(a, stranger).paired and not pair(record("g", range(30), groups=16), other_groups).paired
+
+
+def test_recordings_of_other_numbers_of_groups_meet_in_the_fewer(record) -> None:
+    many, few = record("h32", range(40), groups=32, seed=3), record("h16", range(4, 40), groups=16, seed=4)
+    for one, two in ((many, few), (few, many)):
+        pairing = pair(one, two)
+        counts = [run.recording.totals["resid_rms"].count[:, 0] for run in (pairing.a, pairing.b)]
+        assert pairing.paired and [len(count) for count in counts] == [16, 16]
+        less, more = sorted(counts, key=lambda count: count.sum())
+        assert (less <= more).all() and less.sum() < more.sum()  # the shorter text is a part of the longer
+    assert not pair(many, record("h12", range(40), groups=12, seed=5)).paired  # 12 isn't a part of 32

@@ -10,6 +10,7 @@ import pytest
 
 from visitlens.errors import InputError
 from visitlens.probe.drawing.theme import LIGHT
+from visitlens.probe.measures.intervals import interval
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.report.compare import compare, comparison_data, draw_comparison, write_comparison
 
@@ -35,7 +36,9 @@ def test_layers_average_visits_and_steps_match_layer_and_visit(
     assert by_step.places == ["0·1", "1·1", "2·1", "3·1"]  # visit 2 has no counterpart
     np.testing.assert_allclose(by_step.a.values, ours.values[[0, 1, 2, 5]])
     assert ours.replicates is not None and theirs.replicates is not None
-    expected = np.quantile(theirs.replicates[:, 1] - ours.replicates[:, 1], [0.025, 0.975])
+    assert ours.support is not None
+    differences = theirs.replicates[:, 1] - ours.replicates[:, 1]  # document by document
+    expected = interval(theirs.values[1] - ours.values[1], differences, ours.support[:, 1])
     np.testing.assert_allclose([bound[1] for bound in by_step.difference.interval()], expected)
 
 

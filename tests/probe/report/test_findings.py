@@ -7,20 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.jackknife import replicates_within
 
+from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.recorded_run import RecordedRun
-from visitlens.probe.report.findings import (
-    CLAIMS,
-    FAILS,
-    HOLDS,
-    OPEN,
-    UNMEASURED,
-    Finding,
-    findings,
-    verdict,
-)
+from visitlens.probe.report.finding import FAILS, HOLDS, OPEN, UNMEASURED, Finding, in_family, number_tested, verdict
+from visitlens.probe.report.findings import CLAIMS, findings
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +24,8 @@ def pair(looped_recording: RecordedRun, baseline_recording: RecordedRun) -> Pair
 
 def difference(value: float, spread: float = 0.1, replicates: bool = True) -> StatArray:
     """A scalar with an interval of about `value` +- 2 `spread`."""
-    samples = value + spread * np.random.default_rng(0).normal(size=1000) if replicates else None
-    return StatArray(Measure("d", "D", (), "ratio", "", "ours"), np.asarray(value), {}, samples)
+    left_out = replicates_within(np.asarray(value), 2 * spread) if replicates else None
+    return StatArray(Measure("d", "D", (), "ratio", "", "ours"), np.asarray(value), {}, left_out)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,7 @@ def test_verdict_follows_the_interval(value: float, direction: int, expected: st
 def test_verdict_without_interval_or_value_is_not_a_finding() -> None:
     assert verdict(difference(5.0, replicates=False), 1) == (
         OPEN,
-        "there is no interval: too few groups of documents",
+        "there is no interval: one total for all documents",
     )
     assert verdict(difference(float("nan")), 1)[0] == UNMEASURED
 
@@ -61,6 +55,31 @@ def test_verdict_without_interval_or_value_is_not_a_finding() -> None:
 def test_verdict_on_the_edge_of_zero_is_open() -> None:
     touching = StatArray(Measure("d", "D", (), "ratio", "", "ours"), np.asarray(0.0), {}, np.zeros(100))
     assert verdict(touching, 1)[0] == verdict(touching, -1)[0] == OPEN
+
+
+def test_many_claims_are_corrected_for_their_number_and_both_verdicts_kept() -> None:
+    """p of 0.001, 0.03 and 0.5: times 3, 2 and 1 by Holm. The second is decided alone and not among all."""
+    claim = CLAIMS[0]
+    alone = [Finding(claim, HOLDS, "", p=0.001), Finding(claim, FAILS, "", p=0.03), Finding(claim, OPEN, "", p=0.5)]
+    found = in_family([*alone, Finding(claim, UNMEASURED, "")])
+    assert [round(each.p_family, 6) for each in found[:3]] == [0.003, 0.06, 0.5]
+    assert [each.verdict for each in found] == [HOLDS, FAILS, OPEN, UNMEASURED]
+    assert [each.family_verdict for each in found] == [HOLDS, OPEN, OPEN, UNMEASURED] and number_tested(found) == 3
+    data = found[1].to_dict()
+    assert (data["verdict"], data["verdict_among_all"], data["p"], data["p_among_all"]) == (FAILS, OPEN, 0.03, 0.06)
+
+
+def test_of_null_claims_one_page_in_twenty_decides_any_wrongly() -> None:
+    """300 pages of 21 null claims over 40 documents, which go together by half: one by one, four pages in ten decide some."""
+    rng, alone, together = np.random.default_rng(0), 0, 0
+    measure = Measure("d", "D", ("claim",), "ratio", "", "ours")
+    for _ in range(300):
+        x = rng.normal(size=(40, 1)) + rng.normal(size=(40, 21))
+        stat = mean_of(measure, (x, np.ones_like(x)), {"claim": range(21)})
+        found = in_family([Finding(CLAIMS[0], HOLDS if p < 0.05 else OPEN, "", p=float(p)) for p in stat.p_values()])
+        alone += any(finding.verdict != OPEN for finding in found)
+        together += any(finding.family_verdict != OPEN for finding in found)
+    assert alone / 300 > 0.3 and together / 300 < 0.09  # 0.05, three standard errors above it
 
 
 def test_a_direction_that_holds_without_the_phenomenon_is_noted() -> None:

@@ -25,12 +25,9 @@ from visitlens.probe.gallery.write_figures import write_figures, write_file
 from visitlens.probe.reading.pair import Pair
 from visitlens.probe.reading.pair_grid import PairGrid
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
+from visitlens.probe.report.finding import FAILS, HOLDS, OPEN, UNMEASURED
 from visitlens.probe.report.findings import (
     CLAIMS,
-    FAILS,
-    HOLDS,
-    OPEN,
-    UNMEASURED,
     findings,
     findings_data,
     grid_findings,
