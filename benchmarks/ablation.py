@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from visitlens.hooks.models.checkpoint import load_model, load_tokenizer
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task
 from visitlens.probe.analyses.ablation.heads import Task, ablate_heads, nll
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.model.bundled import PAIR
 
 
@@ -93,11 +92,8 @@ ADAPTED: dict[str, Callable[[], Any]] = {
 def replayed(hf: Any, rounds: int) -> dict[str, Any]:
     """How much faster a model's ablations are than whole forwards, and what a replay keeps of one."""
     model = vl.adapt(hf)
-    bytes_alone = SimpleNamespace(
-        encode=lambda text, **_: SimpleNamespace(ids=[3 + b for b in text.encode()]), decode=str
-    )
-    live = LiveModel(model, bytes_alone)
-    run = live.run("A prompt of forty tokens, BOS included.", coda_lens=False)
+    live = Tracer(model, load_tokenizer(PAIR["looped"]))  # of another vocabulary: the ids are given
+    run = live.run([0, *(3 + b for b in b"A prompt of forty tokens, BOS included.")], coda_lens=False)
     tokens = np.random.default_rng(0).integers(3, 500, (8, 64))
     context, position = np.indices(tokens.shape)[:, :, -3:].reshape(2, -1)
     task = Task(tokens, None, np.indices(tokens.shape)[0], context, position, context)

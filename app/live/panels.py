@@ -127,7 +127,7 @@ def scan_panel(view: View, scan: HeadScan) -> Panel:
         },
         rows=rows,
         code=_code(
-            view, run, f"live.scan(run, position={scan.position}, target={scan.target}, kind={scan.kind!r}).ranked()"
+            view, run, f"model.scan(run, position={scan.position}, target={scan.target}, kind={scan.kind!r}).ranked()"
         ),
         links={"path": view.path, "x": "head", "y": "layer"},
         wide=True,
@@ -230,6 +230,6 @@ def _largest(values: Any) -> tuple[list[int], list[int]]:
 def _code(view: View, run: LiveRun, line: str) -> str:
     options = "".join(f", {name}={value!r}" for name, value in run.model["options"].items())
     return (
-        f"from visitlens.probe.live.live_model import LiveModel\n\nlive = LiveModel.load({str(view.context.checkpoint)!r}{options})\n"
-        f"run = live.run({run.prompt!r})\n{line}\n"
+        f"import visitlens as vl\n\nmodel = vl.load({str(view.context.checkpoint)!r}{options})\n"
+        f"run = model.trace({run.prompt!r})\n{line}\n"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from visitlens.probe.live.live_run import LiveRun
 from visitlens.probe.live.prompts import CHARACTERS_PER_TOKEN, TOKEN_LIMIT, DyckPreset, dyck_presets
 
 if TYPE_CHECKING:
-    from visitlens.probe.live.live_model import LiveModel
+    from visitlens.probe.model.model import Model
 
 Result = TypeVar("Result", LiveRun, SilencedHead, HeadScan)
 _NAMES = {LiveRun: "run of a prompt", SilencedHead: "silenced head", HeadScan: "scan of heads"}
@@ -43,7 +44,7 @@ class LiveService:
     ) -> None:
         self.checkpoint, self.limit, self._options = checkpoint, limit, options
         self.jobs = jobs or JobQueue()
-        self._model: LiveModel | None = None
+        self._model: Model | None = None
 
     @property
     def most_characters(self) -> int:
@@ -59,7 +60,7 @@ class LiveService:
     def unasked(self) -> str:
         """Why it makes no sense to ask the model what comes next; "" where it does. Before it is loaded, as its configuration says."""
         if self._model is not None:
-            return getattr(self._model.model.config, "missing", {}).get("next token", "")
+            return getattr(self._model.config, "missing", {}).get("next token", "")
         return _MASKED if self._masked else ""
 
     @cached_property
@@ -94,7 +95,7 @@ class LiveService:
                 f"the prompt has more than {self.most_characters:,} characters; at most {self.limit:,} tokens are run "
                 f"(about {4 * self.limit:,} characters of English): paste a part of it"
             )
-        return self.jobs.submit(tab, lambda on_progress: self._loaded().run(prompt, on_progress=on_progress))
+        return self.jobs.submit(tab, lambda on_progress: self._loaded().trace(prompt, on_progress=on_progress))
 
     def ablate(self, tab: str, run: LiveRun, layer: int, head: int, visits: tuple[int, ...], kind: str) -> str:
         """The id of a job that silences a head. Raises QueueFullError: too many jobs wait."""
@@ -123,13 +124,13 @@ class LiveService:
             raise InputError(f"the link's job is no {_NAMES[kind]}")
         return result
 
-    def _loaded(self) -> LiveModel:
+    def _loaded(self) -> Model:
         """Only called by jobs, which run one at a time."""
         if self._model is None:
             from visitlens.hooks.loading.load_model import weights_sha256
-            from visitlens.probe.live.live_model import LiveModel
+            from visitlens.probe.model.load import load
 
             weights = weights_sha256(self.checkpoint)
             options = self._options(weights)
-            self._model = LiveModel.load(self.checkpoint, limit=self.limit, weights=weights, **options)
+            self._model = replace(load(self.checkpoint, **options), limit=self.limit, weights=weights)
         return self._model

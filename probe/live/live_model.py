@@ -1,16 +1,9 @@
-"""A model under a prompt that someone types: LiveModel runs it, and silences its heads on the spot.
-
-from visitlens.probe.live.live_model import LiveModel
-
-live = LiveModel.load("assets/models/smelt")
-run = live.run("Input: ( [ {\\nOutput:")
-run.plot(layer=4, head=2)
-live.ablate(run, layer=4, head=2, visits=(2,)).changes()
-"""
+"""Tracer: one forward over a prompt as plain arrays (`LiveRun`), and the same prompt with heads ablated. `Model.trace` uses it."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -27,7 +20,8 @@ from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.text.encoder import TextEncoder
-from visitlens.hooks.text.token_texts import TokenTexts
+from visitlens.hooks.text.token_texts import CONTINUED, TokenTexts
+from visitlens.hooks.text.tokenizer import Tokenizer
 from visitlens.probe.live.arrays import arrays_of, as_array, lacking
 from visitlens.probe.live.forward import forward_of
 from visitlens.probe.live.head_scan import KINDS, HeadScan, SilencedHead, check_target, divergence
@@ -51,8 +45,8 @@ def _nothing(done: int, total: int) -> None:
     """Progress that nobody watches."""
 
 
-class LiveModel:
-    """A native looped MoE (or its Baseline), or an adapted model, with its tokenizer. Not for several threads at once.
+class Tracer:
+    """Traces prompts through a model: native, or adapted. Not for several threads at once.
 
     `limit` is the most tokens a prompt may have, BOS included; the model's own context length bounds it too.
     """
@@ -60,49 +54,23 @@ class LiveModel:
     def __init__(
         self,
         model: LoopedMoE | AdaptedModel,
-        tokenizer: Any,
+        tokenizer: Tokenizer | TextEncoder,
         *,
         name: str = "model",
         weights_sha256: str | None = None,
         code_sha256: str | None = None,
         limit: int = TOKEN_LIMIT,
         options: Mapping[str, Any] | None = None,
-        bos: str | int | None = None,
     ) -> None:
         self.model, self.name = model, name
         self.options = dict(options or {})
         self.plan, self.config = model.plan, model.config
         self.limit = min(limit, model.config.context_length)
-        self.encoder = TextEncoder.of(tokenizer, model.config, bos=bos)
+        self.encoder = TextEncoder.of(tokenizer, model.config)
         self.tokenizer = self.encoder.tokenizer
         self.text_of = TokenTexts(self.tokenizer)
         self._weights, self._code = weights_sha256, code_sha256
         self._forward = forward_of(model)
-
-    @classmethod
-    def load(
-        cls,
-        checkpoint: str | Path,
-        *,
-        dtype: str = "float32",
-        device: str = "cpu",
-        limit: int = TOKEN_LIMIT,
-        weights: str | None = None,
-        bos: str | int | None = None,
-        **options: Any,
-    ) -> LiveModel:
-        """From a checkpoint folder or hub name. `weights` is their SHA-256, where it is known; `options` are those of
-        `visitlens.load`, for example `steps=8`.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-            InputError: an unknown dtype, a kind of model without an adapter, an option that it doesn't take.
-        """
-        folder = resolve(checkpoint)
-        about = {"name": folder.resolve().name, "weights_sha256": weights or weights_sha256(folder), "options": options}
-        code = code_sha256(folder)  # before it is run
-        model: Any = load_model(folder, dtype, device, **options)
-        return cls(model, load_tokenizer(folder), limit=limit, code_sha256=code, bos=bos, **about)
 
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
@@ -116,8 +84,15 @@ class LiveModel:
         return tuple(p for p in found if len(self._ids(p.text, 2**31)) <= self.limit)
 
     @torch.no_grad()
-    def run(self, prompt: str, *, coda_lens: bool = True, top: int = 5, on_progress: OnProgress = _nothing) -> LiveRun:
-        """One forward over a prompt, with everything a LiveRun holds; `top` tokens a lens row are kept.
+    def run(
+        self,
+        prompt: str | Sequence[int] | np.ndarray,
+        *,
+        coda_lens: bool = True,
+        top: int = 5,
+        on_progress: OnProgress = _nothing,
+    ) -> LiveRun:
+        """One forward over a prompt (a text, or token ids), with everything a LiveRun holds; `top` tokens a lens row are kept.
 
         Raises:
             InputError: an empty prompt, or one above the limit.
@@ -125,6 +100,7 @@ class LiveModel:
         """
         began = time.perf_counter()
         ids = self._ids(prompt, self.limit)
+        text = prompt if isinstance(prompt, str) else "".join(self.text_of.sequence(ids)).replace(CONTINUED, "")
         steps, tokens = len(self.plan), len(ids)
         lensed = not self._forward.no_lens
         coda = self._coda() if coda_lens and lensed else []
@@ -152,7 +128,7 @@ class LiveModel:
                     "options": self.options,
                 },
                 plan=self.plan,
-                prompt=prompt,
+                prompt=text,
                 tokens=ids,
                 text_of=self.text_of,
                 logits=as_array(logits[0]),
@@ -233,12 +209,17 @@ class LiveModel:
 
     def __repr__(self) -> str:
         loop = f"layers {self.plan.looped_layers}" if self.plan.looped_layers else "no layer looped"
-        return f"LiveModel({self.name!r}, {len(self.plan)} steps, {loop}, up to {self.limit} tokens)"
+        return f"Tracer({self.name!r}, {len(self.plan)} steps, {loop}, up to {self.limit} tokens)"
 
     # What one run is made of
 
-    def _ids(self, prompt: str, limit: int) -> np.ndarray:
-        return prompt_ids(prompt, self.encoder, limit)
+    def _ids(self, prompt: str | Sequence[int] | np.ndarray, limit: int) -> np.ndarray:
+        if isinstance(prompt, str):
+            return prompt_ids(prompt, self.encoder, limit)
+        ids = np.asarray(prompt, dtype=np.int64)
+        if ids.ndim != 1 or not 0 < len(ids) <= limit:
+            raise InputError(f"expected 1 to {limit:,} token ids [position] to trace, got shape {ids.shape}")
+        return ids
 
     def _batch(self, tokens: np.ndarray) -> Tensor:
         return torch.from_numpy(tokens).unsqueeze(0).to(self._device)
@@ -370,3 +351,29 @@ def _memory_as_message(tokens: int) -> Iterator[None]:
         raise MemoryLimitError(
             f"not enough memory for a prompt of {tokens:,} tokens: shorten it, or load the model with a smaller dtype"
         ) from error
+
+
+class LiveModel(Tracer):
+    """The older name of what `visitlens.load(...)` gives: its `trace` is this one's `run`."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, bos: str | int | None = None, **about: Any) -> None:
+        warnings.warn("LiveModel is visitlens.load(...) now, and its run is trace", DeprecationWarning, stacklevel=2)
+        super().__init__(model, TextEncoder.of(tokenizer, model.config, bos=bos), **about)
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: str | Path,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        limit: int = TOKEN_LIMIT,
+        weights: str | None = None,
+        **options: Any,
+    ) -> LiveModel:
+        """From a checkpoint folder or hub name, as before."""
+        folder = resolve(checkpoint)
+        about = {"name": folder.resolve().name, "weights_sha256": weights or weights_sha256(folder), "options": options}
+        code = code_sha256(folder)  # before it is run
+        model: Any = load_model(folder, dtype, device, **options)
+        return cls(model, load_tokenizer(folder), limit=limit, code_sha256=code, **about)

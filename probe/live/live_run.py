@@ -138,6 +138,11 @@ class LiveRun:
         return not self.lacks("next token")
 
     @property
+    def token_ids(self) -> np.ndarray:
+        """[token] `tokens`, by the name that a notebook's run has for them."""
+        return self.tokens
+
+    @property
     def texts(self) -> list[str]:
         """Each token's text, unescaped."""
         return self.text_of.sequence(self.tokens)

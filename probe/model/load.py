@@ -68,11 +68,13 @@ def load(
 
         return model_of(source, tokenizer, bos, **options)
     folder = checkpoint(source)
-    from visitlens.hooks.loading.load_model import load_model, resolve
+    from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve
     from visitlens.hooks.models.checkpoint import load_tokenizer
     from visitlens.hooks.text.tokenizer import own_tokenizer
     from visitlens.probe.model.model import Model
 
+    code = code_sha256(folder)  # before it is run
     model = load_model(folder, dtype, device, **options)
     used = load_tokenizer(resolve(folder)) if tokenizer is None else own_tokenizer(tokenizer)
-    return Model(model, used, folder.absolute().name, bos)
+    about = {"folder": folder, "code_sha256": code, "options": options}
+    return Model(model, used, folder.absolute().name, bos, **about)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
 from visitlens.hooks.interventions.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
+from visitlens.hooks.loading.load_model import weights_sha256
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.encoder import TextEncoder
@@ -25,6 +26,10 @@ from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.hooks.text.tokenizer import own_tokenizer
 from visitlens.probe.drawing.notebook_html import loop_svg
 from visitlens.probe.experiments import Results, run_experiment
+from visitlens.probe.live.head_scan import HeadScan, SilencedHead
+from visitlens.probe.live.live_model import Tracer
+from visitlens.probe.live.live_run import LiveRun
+from visitlens.probe.live.prompts import TOKEN_LIMIT
 from visitlens.probe.model.bundled import SAMPLE, task_file
 from visitlens.probe.model.progress import progress
 from visitlens.probe.model.run import Run
@@ -59,6 +64,15 @@ class Model:
     name: str = "model"
     bos: str | int | None = None
     """The token that leads a text: an id, a name or "none"; None: what configuration and tokenizer say."""
+    limit: int = field(default=TOKEN_LIMIT, repr=False)
+    """The most tokens of a prompt that is traced, BOS included; the model's own context length bounds it too."""
+    folder: Path | None = field(default=None, repr=False)
+    """Where the weights were read; None for a model in memory."""
+    weights: str | None = field(default=None, repr=False)
+    """Their SHA-256, where it is known already."""
+    code_sha256: str | None = field(default=None, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """How the model was read."""
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -69,6 +83,17 @@ class Model:
     def text_of(self) -> TokenTexts:
         """How a token is written."""
         return TokenTexts(self.tokenizer)
+
+    @cached_property
+    def weights_sha256(self) -> str | None:
+        """Of the weights that were read; None for a model in memory."""
+        return weights_sha256(self.folder) if self.weights is None and self.folder is not None else self.weights
+
+    @cached_property
+    def tracer(self) -> Tracer:
+        """What traces prompts, and ablates heads under them."""
+        about = {"weights_sha256": self.weights_sha256, "code_sha256": self.code_sha256, "options": self.options}
+        return Tracer(self.native, self.encoder, name=self.name, limit=self.limit, **about)  # pyright: ignore[reportArgumentType]
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -89,11 +114,42 @@ class Model:
         _ = run.logits  # a wrong place or token is an error here, not later
         return run
 
+    def trace(self, prompt: str | Sequence[int], **options: Any) -> LiveRun:
+        """A prompt with everything about it as plain arrays: attention, experts, norms and lenses by visit, and the tables and maps
+        that the dashboard's live probe shows. `run` is for interventions and for any site as a tensor.
+
+        Args:
+            options: `coda_lens=False` reads no lens through the layers after the loop; `top` tokens a lens row are kept;
+                `on_progress(done, total)`.
+
+        Raises:
+            InputError: an empty prompt, or one above `limit`.
+            MemoryLimitError: the machine's or the device's memory doesn't suffice.
+
+        Example:
+            >>> import visitlens as vl
+            >>> model = vl.load("smelt")
+            >>> trace = model.trace("Input: ( [ {\nOutput:")
+            >>> trace.pattern(layer=4, visit=2, head=2).shape == (len(trace), len(trace))
+            True
+        """
+        return self.tracer.run(prompt, **options)
+
+    def ablate(
+        self, trace: LiveRun, layer: int, head: int, visits: Sequence[int], kind: str = "zero", **options: Any
+    ) -> SilencedHead:
+        """A traced prompt again, with one head ablated at these visits (`Tracer.ablate`)."""
+        return self.tracer.ablate(trace, layer, head, visits, kind, **options)
+
+    def scan(self, trace: LiveRun, **options: Any) -> HeadScan:
+        """A traced prompt again with every head ablated in turn, at each visit and at all (`Tracer.scan`)."""
+        return self.tracer.scan(trace, **options)
+
     def with_loops(self, visits: int, residual_scale: str | None = None) -> Model:
         """The same weights with the loop span run `visits` times (`hooks.interventions.intervene.with_loop_count`)."""
         view = with_loop_count(self.native, visits, residual_scale)
         scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
-        return Model(view, self.tokenizer, f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}", self.bos)
+        return replace(self, native=view, name=f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}")
 
     def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> EvalSet:
         """Documents to experiment on; by default the first tokens of the bundled held-out text."""

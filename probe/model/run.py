@@ -26,6 +26,7 @@ from visitlens.probe.drawing.notebook_html import LinkedMaps, show, token_strip
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
+    from visitlens.probe.live.live_run import LiveRun
     from visitlens.probe.model.model import Model
 
 
@@ -133,6 +134,29 @@ class Run:
             raise InputError("every token of this run was given: run.generate(32) continues it")
         return self.model.tokenizer.decode(self.token_ids[0, self.prompt_length :].tolist(), skip_special_tokens=False)
 
+    @cached_property
+    def trace(self) -> LiveRun:
+        """The first text with everything about it as plain arrays, and the tables and maps of the live probe (`Model.trace`).
+
+        Raises:
+            InputError: a run with interventions: a trace is of the model as it is.
+        """
+        if self.interventions:
+            raise InputError(
+                "a trace is of the model as it is: trace the run without interventions, model.run(text).trace"
+            )
+        ids = self.token_ids[0][self.segment_ids[0] >= 0]
+        return self.model.trace(ids.tolist())
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each token (of the first text)."""
+        return self.tokens
+
+    def next_tokens(self, position: int = -1, n: int = 8) -> list[tuple[int, str, float]]:
+        """The n most likely tokens after a position of the first text: id, text, probability."""
+        return [(token, self.model.text_of(token), p) for token, p in self._top(n, position)]
+
     def diff(self, other: Run) -> Difference:
         """What `other` (the intervened run, say) changes against this one.
 
@@ -143,13 +167,16 @@ class Run:
 
     def top(self, most: int = 5, position: int = -1) -> list[tuple[str, float]]:
         """The most likely next tokens after a position of the first text, with their probabilities."""
+        return [(self.model.text_of(token), p) for token, p in self._top(most, position)]
+
+    def _top(self, most: int, position: int) -> list[tuple[int, float]]:
         row = self.logits if self.logits.ndim == 2 else self.logits[0]
         if not 1 <= most <= row.shape[-1] or not -len(row) <= position < len(row):
             raise InputError(
                 f"expected 1 to {row.shape[-1]} next tokens after a position among {len(row)}, got {most} after {position}"
             )
         found = row[position].float().softmax(-1).topk(most)
-        return [(self.model.text_of(int(i)), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
+        return [(int(i), float(p)) for p, i in zip(found.values, found.indices, strict=True)]
 
     def attention(self, layer: int, head: int, visits: tuple[int, int] | None = None) -> LinkedMaps:
         """Attention of one head at two visits and the later less the earlier (at one visit for a layer that runs once)."""

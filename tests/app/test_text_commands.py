@@ -133,14 +133,12 @@ def test_one_rule_for_record_sample_run_and_the_live_probe(run: Run, tmp_path: P
     folder = save(tmp_path / "m", bos_token_id=BOS, eos_token_id=EOS)
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "<bos> w4 w5"}) + "\n")
     recorded(run, folder, tmp_path / "t.jsonl", "-o", tmp_path / "a.vlens")
-    from visitlens.probe.live.live_model import LiveModel
-
     model = vl.load(folder)
     found: list[Any] = [
         tokens_of(tmp_path / "a.vlens")[:-1],
         model.sample(["<bos> w4 w5"]).contexts.tokens[0, :3],
         model.run("<bos> w4 w5").token_ids[0],
-        LiveModel.load(folder).run("<bos> w4 w5").tokens,
+        model.trace("<bos> w4 w5").token_ids,
     ]
     assert [[int(i) for i in ids] for ids in found] == [[BOS, 4, 5]] * 4
 

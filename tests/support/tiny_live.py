@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from visitlens.app.live.service import LiveService
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.token_texts import byte_alphabet
-from visitlens.probe.live.live_model import LiveModel
 from visitlens.probe.live.live_run import LiveRun
+from visitlens.probe.model.model import Model
 
 PROMPT = "The visit <b>sees</b>\nthe token; näive."
 """41 tokens with BOS: markup, a newline, a character of two bytes."""
@@ -57,12 +57,12 @@ def ran(live: LiveService, prompt: str = TYPED) -> str:
 class Held:
     """The model of a service, held at its first layer until let go."""
 
-    def __init__(self, model: LiveModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.model, self.gate, self.steps = model, threading.Event(), 0
 
-    def run(self, prompt: str, *, on_progress: Callable[[int, int], None]) -> Any:
+    def trace(self, prompt: str, *, on_progress: Callable[[int, int], None]) -> Any:
         while not self.gate.is_set():
             on_progress(40, 100)
             self.steps += 1
             time.sleep(0.005)
-        return self.model.run(prompt, on_progress=on_progress)
+        return self.model.trace(prompt, on_progress=on_progress)

@@ -26,7 +26,7 @@ from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.interventions.intervene import intervene, replace
 from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.gallery.write_figures import json_text
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 
 PROMPT = "Two visits."
 
@@ -37,19 +37,19 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def make_live(make_hf: Callable[..., Any], tokenizer: Tokenizer) -> Iterator[Callable[[str], LiveModel]]:
-    made: dict[str, LiveModel] = {}
+def make_live(make_hf: Callable[..., Any], tokenizer: Tokenizer) -> Iterator[Callable[[str], Tracer]]:
+    made: dict[str, Tracer] = {}
 
-    def build(family: str) -> LiveModel:
+    def build(family: str) -> Tracer:
         if family not in made:
-            made[family] = LiveModel(adapt(make_hf(family, vocab_size=259)), tokenizer, name=family)
+            made[family] = Tracer(adapt(make_hf(family, vocab_size=259)), tokenizer, name=family)
         return made[family]
 
     yield build
 
 
 @torch.no_grad()
-def test_what_a_run_holds_is_what_the_model_had(family: str, make_live: Callable[[str], LiveModel]) -> None:
+def test_what_a_run_holds_is_what_the_model_had(family: str, make_live: Callable[[str], Tracer]) -> None:
     live, seen = make_live(family), list[tuple[int, int]]()
     model: Any = live.model
     run = live.run(PROMPT, on_progress=lambda done, total: seen.append((done, total)))
@@ -81,7 +81,7 @@ def test_what_a_run_holds_is_what_the_model_had(family: str, make_live: Callable
 
 
 @torch.no_grad()
-def test_a_lens_is_the_head_on_the_step_s_state(make_live: Callable[[str], LiveModel]) -> None:
+def test_a_lens_is_the_head_on_the_step_s_state(make_live: Callable[[str], Tracer]) -> None:
     live = make_live("mixtral")
     model, run = live.model, live.run(PROMPT)
     assert run.lens is not None
@@ -94,13 +94,13 @@ def test_a_lens_is_the_head_on_the_step_s_state(make_live: Callable[[str], LiveM
         assert (run.lens.tokens[step, :, 0] == by_hand.argmax(-1).numpy()).all()
 
 
-def test_the_looped_lens_reads_each_state_through_the_coda(make_live: Callable[[str], LiveModel]) -> None:
+def test_the_looped_lens_reads_each_state_through_the_coda(make_live: Callable[[str], Tracer]) -> None:
     run = make_live("dory").run(PROMPT)
     assert run.coda_lens is not None and [row.layer for row in run.readout(coda=True)] == [0, 1, 2, 1, 2, 1, 2]
     assert (run.coda_lens.kl[6] == 0).all() and (run.coda_lens.kl[5] > 0).any()
 
 
-def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], LiveModel]) -> None:
+def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], Tracer]) -> None:
     live = make_live("zamba2")
     run = live.run(PROMPT)
     scan = live.scan(run)
@@ -110,7 +110,7 @@ def test_every_head_in_turn_is_each_alone(make_live: Callable[[str], LiveModel])
         assert scan.change[place, 2] == pytest.approx(alone.log_prob_change(), abs=1e-5)
 
 
-def test_a_scan_that_is_stopped_says_nothing_about_the_model(make_live: Callable[[str], LiveModel]) -> None:
+def test_a_scan_that_is_stopped_says_nothing_about_the_model(make_live: Callable[[str], Tracer]) -> None:
     live = make_live("dory")
     run = live.run(PROMPT, coda_lens=False)
     replay._exact.clear()  # as before its first run
@@ -145,7 +145,7 @@ def test_a_scan_that_is_stopped_says_nothing_about_the_model(make_live: Callable
     ],
 )
 def test_the_page_says_what_a_family_lacks(
-    kind: str, asked: str, said: tuple[str, ...], make_live: Callable[[str], LiveModel], tmp_path: Path
+    kind: str, asked: str, said: tuple[str, ...], make_live: Callable[[str], Tracer], tmp_path: Path
 ) -> None:
     live = LiveService(tmp_path)
     live._model = make_live(kind)
@@ -172,9 +172,8 @@ def test_tokens_left_out_of_a_visit_have_no_values_there(
     kind: str, request: pytest.FixtureRequest, tokenizer: Tokenizer
 ) -> None:
     model = request.getfixturevalue(kind)
-    ids = SimpleNamespace(encode=lambda text, **_: SimpleNamespace(ids=[3, 9, 5, 7, 4, 6, 8]), decode=tokenizer.decode)
-    live = LiveModel(model, ids, name=kind)
-    run = live.run("seven tokens")
+    live = Tracer(model, tokenizer, name=kind)
+    run = live.run([0, 3, 9, 5, 7, 4, 6, 8])
     assert run.lens is None and "leaves tokens out of its visits" in run.lacks("lens")
     layer = model.plan.looped_layers[0] if model.plan.looped_layers else 0
     assert live.ablate(run, layer, 0, (1,)).kl() >= 0 and live.scan(run).places

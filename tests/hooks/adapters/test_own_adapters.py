@@ -15,7 +15,6 @@ import visitlens as vl
 from visitlens.errors import CheckpointError
 from visitlens.hooks.audit.guards import conditions
 from visitlens.hooks.loading.load_model import load_model
-from visitlens.probe.live.live_model import LiveModel
 
 Run = Callable[..., tuple[int, str, str]]
 TRUST = "--trust-remote-code"
@@ -143,7 +142,7 @@ def test_what_an_adapter_says_and_the_model_isn_t_is_told_with_what_to_mend(
         raise LookupError(done)
 
     with pytest.raises(LookupError):  # of a progress function, and not the model's
-        LiveModel.load(own, trust_remote_code=True).run("w3 w4", on_progress=stop)
+        vl.load(own, trust_remote_code=True).trace("w3 w4", on_progress=stop)
     (own / "model.py").write_text(broken)
     monkeypatch.setenv("VISITLENS_TRACEBACK", "1")
     with pytest.raises(CheckpointError, match="the model's forward failed"):

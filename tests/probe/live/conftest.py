@@ -10,7 +10,7 @@ from tests.support.tiny_live import PROMPT, byte_tokenizer
 from tokenizers import Tokenizer
 
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.live.live_run import LiveRun
 
 
@@ -20,20 +20,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def make_live(make_model: Callable[..., LoopedMoE], tokenizer: Tokenizer) -> Callable[..., LiveModel]:
+def make_live(make_model: Callable[..., LoopedMoE], tokenizer: Tokenizer) -> Callable[..., Tracer]:
     """Factory: `make_live(visits=2, limit=512, **options of make_model)`."""
 
-    def build(visits: int = 2, *, limit: int = 512, **options: Any) -> LiveModel:
-        return LiveModel(make_model(visits, vocab_size=259, **options), tokenizer, name="tiny", limit=limit)
+    def build(visits: int = 2, *, limit: int = 512, **options: Any) -> Tracer:
+        return Tracer(make_model(visits, vocab_size=259, **options), tokenizer, name="tiny", limit=limit)
 
     return build
 
 
 @pytest.fixture(scope="session")
-def live(make_live: Callable[..., LiveModel]) -> LiveModel:
+def live(make_live: Callable[..., Tracer]) -> Tracer:
     return make_live()
 
 
 @pytest.fixture(scope="session")
-def run(live: LiveModel) -> LiveRun:
+def run(live: Tracer) -> LiveRun:
     return live.run(PROMPT)

@@ -10,7 +10,7 @@ import torch
 from tests.support.tiny_live import PROMPT, hooks_left, ids_of
 
 from visitlens.probe.live.head_scan import KINDS
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.live.live_run import LiveRun
 
 # Ablation
@@ -18,7 +18,7 @@ from visitlens.probe.live.live_run import LiveRun
 
 @pytest.mark.parametrize(("layer", "visits"), [(0, (1,)), (1, (1, 2)), (3, (1,))])
 def test_zero_ablation_everywhere_is_the_weight_taken_out(
-    make_live: Callable[..., LiveModel], live: LiveModel, run: LiveRun, layer: int, visits: tuple[int, ...]
+    make_live: Callable[..., Tracer], live: Tracer, run: LiveRun, layer: int, visits: tuple[int, ...]
 ) -> None:
     """W_O without the head's rows, at every visit of its layer."""
     head, d = 2, live.config.head_dim
@@ -30,7 +30,7 @@ def test_zero_ablation_everywhere_is_the_weight_taken_out(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ablation_at_one_visit_leaves_the_other_alone(live: LiveModel, run: LiveRun, kind: str) -> None:
+def test_ablation_at_one_visit_leaves_the_other_alone(live: Tracer, run: LiveRun, kind: str) -> None:
     name = "blocks.1.visit.2.attn.hook_z"
     carried = live.model.run_with_cache(ids_of(run))[1][name][0, :, 3]
     order = np.append(0, np.random.default_rng(0).permutation(np.arange(1, len(run))))
@@ -47,7 +47,7 @@ def test_ablation_at_one_visit_leaves_the_other_alone(live: LiveModel, run: Live
     assert abs(ablation.logits - live.ablate(run, 1, 3, (1, 2), kind).logits).max() > 1e-4
 
 
-def test_silencing_a_silent_head_changes_nothing(make_live: Callable[..., LiveModel]) -> None:
+def test_silencing_a_silent_head_changes_nothing(make_live: Callable[..., Tracer]) -> None:
     live = make_live()
     live.model.blocks[1].attn.W_O[:4] = 0
     run = live.run(PROMPT)
@@ -57,7 +57,7 @@ def test_silencing_a_silent_head_changes_nothing(make_live: Callable[..., LiveMo
     assert all(change.before == change.after for change in ablation.changes())
 
 
-def test_what_an_ablation_reports(live: LiveModel, run: LiveRun) -> None:
+def test_what_an_ablation_reports(live: Tracer, run: LiveRun) -> None:
     ablation = live.ablate(run, 2, 1, (1,))
     before, after = (torch.from_numpy(x[5]).double().log_softmax(-1) for x in (run.logits, ablation.logits))
     assert ablation.kl(5) == pytest.approx(float((before.exp() * (before - after)).sum()), abs=1e-9)
@@ -73,7 +73,7 @@ def test_what_an_ablation_reports(live: LiveModel, run: LiveRun) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("together", [1, 512])
 def test_a_scan_is_every_ablation(
-    live: LiveModel, run: LiveRun, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
+    live: Tracer, run: LiveRun, monkeypatch: pytest.MonkeyPatch, kind: str, together: int
 ) -> None:
     monkeypatch.setattr("visitlens.probe.live.live_model._SCAN_TOKENS", together)
     scan = live.scan(run, position=7, target=40, kind=kind)
@@ -91,7 +91,7 @@ def test_a_scan_is_every_ablation(
 
 
 @pytest.mark.parametrize("at", [0, 1, 4, 8, 11])
-def test_a_run_can_be_stopped_between_layers_and_leaves_no_hook(live: LiveModel, run: LiveRun, at: int) -> None:
+def test_a_run_can_be_stopped_between_layers_and_leaves_no_hook(live: Tracer, run: LiveRun, at: int) -> None:
     class Stop(Exception):
         pass
 
@@ -111,7 +111,7 @@ def test_a_run_can_be_stopped_between_layers_and_leaves_no_hook(live: LiveModel,
     assert (live.run(PROMPT).logits == run.logits).all()
 
 
-def test_progress_ends_one_short_of_its_total(live: LiveModel, run: LiveRun) -> None:
+def test_progress_ends_one_short_of_its_total(live: Tracer, run: LiveRun) -> None:
     for work in (
         lambda report: live.run(PROMPT, on_progress=report),
         lambda report: live.run(PROMPT, coda_lens=False, on_progress=report),

@@ -9,13 +9,13 @@ import torch
 from tests.support.tiny_live import PROMPT, hooks_left
 
 from visitlens.errors import InputError, MemoryLimitError
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.live.live_run import LiveRun
 
 # Limits and bad input
 
 
-def test_the_limit_is_the_smaller_of_the_given_and_the_models(make_live: Callable[..., LiveModel]) -> None:
+def test_the_limit_is_the_smaller_of_the_given_and_the_models(make_live: Callable[..., Tracer]) -> None:
     assert make_live(limit=10).limit == 10 and make_live(limit=999).limit == 64
     live = make_live(limit=10)
     assert len(live.run("x" * 9)) == 10
@@ -27,11 +27,11 @@ def test_the_limit_is_the_smaller_of_the_given_and_the_models(make_live: Callabl
         live.run("")
 
 
-def test_bos_is_put_before_a_prompt_once(live: LiveModel) -> None:
+def test_bos_is_put_before_a_prompt_once(live: Tracer) -> None:
     assert live.run("a").tokens.tolist() == live.run("<bos>a").tokens.tolist()
 
 
-def test_wrong_places_are_named(live: LiveModel, run: LiveRun) -> None:
+def test_wrong_places_are_named(live: Tracer, run: LiveRun) -> None:
     for work, message in (
         (lambda: live.ablate(run, 1, 4, (1,)), "no head 4: expected 0 to 3"),
         (lambda: live.ablate(run, 1, 0, (3,)), "no visit 3 of layer 1"),
@@ -51,14 +51,14 @@ def test_wrong_places_are_named(live: LiveModel, run: LiveRun) -> None:
             work()
 
 
-def test_a_run_of_another_model_is_refused(make_live: Callable[..., LiveModel], run: LiveRun) -> None:
+def test_a_run_of_another_model_is_refused(make_live: Callable[..., Tracer], run: LiveRun) -> None:
     with pytest.raises(InputError, match="not of this model"):
         make_live(3).ablate(run, 1, 0, (1,))
 
 
 @pytest.mark.parametrize("size", [2**60, None])
 def test_memory_that_does_not_suffice_is_a_message(
-    live: LiveModel, monkeypatch: pytest.MonkeyPatch, size: int | None
+    live: Tracer, monkeypatch: pytest.MonkeyPatch, size: int | None
 ) -> None:
     """From the allocator itself on a CPU, and as a GPU would say it."""
 
@@ -73,7 +73,7 @@ def test_memory_that_does_not_suffice_is_a_message(
     assert hooks_left(live.model) == 0
 
 
-def test_other_errors_are_not_taken_for_memory(live: LiveModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_taken_for_memory(live: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("shapes differ")
 

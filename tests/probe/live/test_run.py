@@ -11,21 +11,21 @@ import torch
 from tests.support.tiny_live import PROMPT, hooks_left, ids_of
 
 from visitlens.errors import InputError
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.live.live_run import LiveRun, log_softmax
 
 # Against the model itself
 
 
 @pytest.mark.parametrize("visits", [1, 2, 3])
-def test_observing_leaves_the_logits_bit_identical(make_live: Callable[..., LiveModel], visits: int) -> None:
+def test_observing_leaves_the_logits_bit_identical(make_live: Callable[..., Tracer], visits: int) -> None:
     live = make_live(visits)
     run = live.run(PROMPT)
     assert torch.equal(torch.from_numpy(run.logits), live.model(ids_of(run))[0])
     assert hooks_left(live.model) == 0
 
 
-def test_what_a_run_holds_is_what_the_model_had(live: LiveModel, run: LiveRun) -> None:
+def test_what_a_run_holds_is_what_the_model_had(live: Tracer, run: LiveRun) -> None:
     _, cache = live.model.run_with_cache(ids_of(run))
     for step in run.plan.steps:
         at = f"blocks.{step.layer}.visit.{step.visit}."
@@ -43,7 +43,7 @@ def test_what_a_run_holds_is_what_the_model_had(live: LiveModel, run: LiveRun) -
         )
 
 
-def test_each_lens_is_the_output_read_early(live: LiveModel, run: LiveRun) -> None:
+def test_each_lens_is_the_output_read_early(live: Tracer, run: LiveRun) -> None:
     _, cache = live.model.run_with_cache(ids_of(run))
     final = log_softmax(run.logits)
     step = run.plan.step(2, 1)
@@ -65,14 +65,14 @@ def test_each_lens_is_the_output_read_early(live: LiveModel, run: LiveRun) -> No
     assert len(run.readout(3)) == 6 and run.readout()[-1].kl == 0
 
 
-def test_a_lens_read_in_chunks_is_the_same(live: LiveModel, run: LiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lens_read_in_chunks_is_the_same(live: Tracer, run: LiveRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("visitlens.probe.live.live_model._LENS_ELEMENTS", 7 * 259)
     again = live.run(PROMPT)
     np.testing.assert_allclose(again.lens.kl, run.lens.kl, atol=1e-5)
     assert (again.lens.tokens == run.lens.tokens).all()
 
 
-def test_half_precision_and_no_coda(make_live: Callable[..., LiveModel]) -> None:
+def test_half_precision_and_no_coda(make_live: Callable[..., Tracer]) -> None:
     live = make_live(2, dtype=torch.bfloat16, loop_stop=4)
     run = live.run(PROMPT)
     assert run.coda_lens is None and torch.equal(torch.from_numpy(run.logits), live.model(ids_of(run))[0].float())
@@ -137,7 +137,7 @@ def test_a_layer_with_one_visit_has_nothing_to_compare(run: LiveRun) -> None:
         run.difference(0, 0)
 
 
-def test_three_visits_any_pair(make_live: Callable[..., LiveModel]) -> None:
+def test_three_visits_any_pair(make_live: Callable[..., Tracer]) -> None:
     run = make_live(3).run(PROMPT)
     assert len(run.plan.pairs) == 6
     np.testing.assert_allclose(

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.support.tiny_live import PROMPT
 from tokenizers import Tokenizer
 
+import visitlens as vl
 from visitlens.hooks.text.token_texts import CONTINUED, TokenTexts
 from visitlens.probe.drawing.theme import DARK, LIGHT
 from visitlens.probe.live.figures import attention_maps, head_grid, lens_map, scan_map
-from visitlens.probe.live.live_model import LiveModel
+from visitlens.probe.live.live_model import Tracer
 from visitlens.probe.live.live_run import LiveRun
 from visitlens.probe.model.bundled import PAIR
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS
@@ -39,7 +40,7 @@ def test_labels_are_escaped_visible_and_unlike(run: LiveRun) -> None:
     assert not any(c in label for label in run.labels for c in "<>\n")
 
 
-def test_a_run_shows_itself_without_markup_of_the_prompt(make_live: Callable[..., LiveModel]) -> None:
+def test_a_run_shows_itself_without_markup_of_the_prompt(make_live: Callable[..., Tracer]) -> None:
     live = make_live()
     live.name = "<img src=x>"
     run = live.run(PROMPT)
@@ -63,7 +64,7 @@ def test_maps_share_a_scale_and_the_difference_is_symmetric(run: LiveRun, theme:
     assert figure.layout.coloraxis2.cmin == -figure.layout.coloraxis2.cmax
 
 
-def test_every_figure_draws_for_one_two_and_three_visits(make_live: Callable[..., LiveModel]) -> None:
+def test_every_figure_draws_for_one_two_and_three_visits(make_live: Callable[..., Tracer]) -> None:
     for visits in (1, 2, 3):
         live = make_live(visits)
         run = live.run("ab")
@@ -77,11 +78,11 @@ def test_every_figure_draws_for_one_two_and_three_visits(make_live: Callable[...
 
 
 @pytest.fixture(scope="module")
-def bundled() -> LiveModel:
-    return LiveModel.load(PAIR["looped"])
+def bundled() -> Tracer:
+    return vl.load(PAIR["looped"]).tracer
 
 
-def test_dyck_presets_of_the_bundled_model(bundled: LiveModel) -> None:
+def test_dyck_presets_of_the_bundled_model(bundled: Tracer) -> None:
     presets = bundled.presets
     assert [p.shots for p in presets] == list(SHOTS) and presets[1].name == "Dyck, 1 shot"
     for preset in presets:
@@ -93,4 +94,4 @@ def test_dyck_presets_of_the_bundled_model(bundled: LiveModel) -> None:
             assert set(answer) & set(PAIRS.values()) and answer.endswith("\n") and "Input" not in answer
         if preset.shots:
             assert run.next_tokens(n=1)[0][0] == preset.target, "the bundled model closes brackets"
-    assert not LiveModel(bundled.model, bundled.tokenizer, limit=5).presets
+    assert not Tracer(bundled.model, bundled.tokenizer, limit=5).presets

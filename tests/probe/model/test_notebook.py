@@ -311,3 +311,30 @@ def test_record_takes_the_options_of_what_is_kept(tmp_path: Path) -> None:
     assert options.get("groups") == 4 and rec.recording.complete
     with pytest.raises(InputError, match="no option 'bacth'; there are activation_tokens, attention, batch, "):
         vl.record(PAIR["looped"], tmp_path / "t.txt", tmp_path / "b.vlens", bacth=2)
+
+
+# The live probe's trace
+
+
+def test_a_trace_is_of_the_model_that_the_notebook_holds(model: Model, run: Run) -> None:
+    trace = model.trace(TEXT)
+    assert trace.token_ids.tolist() == run.token_ids[0].tolist() and trace.texts == run.texts == run.tokens
+    np.testing.assert_allclose(trace.logits, run.logits.numpy(), rtol=0, atol=1e-3)  # logits of size 10, other batches of experts
+    assert trace.prompt == TEXT and run.trace.prompt == f"<bos>{TEXT}"
+    (token, text, probability), *_ = run.next_tokens(n=3)
+    assert (token, text) == trace.next_tokens(n=1)[0][:2] and probability == pytest.approx(trace.next_tokens(n=1)[0][2], rel=1e-3)
+    assert run.top(1) == [(text, probability)]
+    ablated = model.ablate(trace, 4, 2, (2,))
+    assert ablated.kl() > 0 and trace.model["weights_sha256"] == model.weights_sha256 is not None
+    with pytest.raises(InputError, match="not of this model"):
+        vl.load("baseline").ablate(trace, 4, 2, (1,))
+    with pytest.raises(InputError, match="of the model as it is"):
+        _ = run.with_(vl.do.zero("attn_write", layer=4)).trace
+
+
+def test_the_older_name_of_a_model_to_trace_still_works() -> None:
+    from visitlens.probe.live.live_model import LiveModel
+
+    with pytest.warns(DeprecationWarning, match=r"LiveModel is visitlens\.load\(\.\.\.\) now, and its run is trace"):
+        live = LiveModel.load(PAIR["looped"], limit=16)
+    assert live.run("A few words").texts[0] == "<bos>" and live.limit == 16
