@@ -58,7 +58,8 @@ class Held:
     """The model of a service, held at its first layer until let go."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.gate, self.steps = model, threading.Event(), 0
+        self.model, self.config = model, model.config
+        self.gate, self.steps = threading.Event(), 0
 
     def trace(self, prompt: str, *, on_progress: Callable[[int, int], None]) -> Any:
         while not self.gate.is_set():

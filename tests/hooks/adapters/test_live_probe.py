@@ -27,6 +27,7 @@ from visitlens.hooks.interventions.intervene import intervene, replace
 from visitlens.probe.drawing.theme import LIGHT
 from visitlens.probe.gallery.write_figures import json_text
 from visitlens.probe.live.live_model import Tracer
+from visitlens.probe.model.model import Model
 
 PROMPT = "Two visits."
 
@@ -145,10 +146,15 @@ def test_a_scan_that_is_stopped_says_nothing_about_the_model(make_live: Callable
     ],
 )
 def test_the_page_says_what_a_family_lacks(
-    kind: str, asked: str, said: tuple[str, ...], make_live: Callable[[str], Tracer], tmp_path: Path
+    kind: str,
+    asked: str,
+    said: tuple[str, ...],
+    make_live: Callable[[str], Tracer],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
 ) -> None:
     live = LiveService(tmp_path)
-    live._model = make_live(kind)
+    live._model = Model(make_live(kind).model, tokenizer, kind)
     context = Context(Registry(), tmp_path, services={page.PATH: live})
     id_ = live.probe("tab", PROMPT)
     assert live.jobs.wait(id_, LONG).status == "done"

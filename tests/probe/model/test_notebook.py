@@ -319,10 +319,14 @@ def test_record_takes_the_options_of_what_is_kept(tmp_path: Path) -> None:
 def test_a_trace_is_of_the_model_that_the_notebook_holds(model: Model, run: Run) -> None:
     trace = model.trace(TEXT)
     assert trace.token_ids.tolist() == run.token_ids[0].tolist() and trace.texts == run.texts == run.tokens
-    np.testing.assert_allclose(trace.logits, run.logits.numpy(), rtol=0, atol=1e-3)  # logits of size 10, other batches of experts
+    np.testing.assert_allclose(
+        trace.logits, run.logits.numpy(), rtol=0, atol=1e-3
+    )  # logits of size 10, other batches of experts
     assert trace.prompt == TEXT and run.trace.prompt == f"<bos>{TEXT}"
     (token, text, probability), *_ = run.next_tokens(n=3)
-    assert (token, text) == trace.next_tokens(n=1)[0][:2] and probability == pytest.approx(trace.next_tokens(n=1)[0][2], rel=1e-3)
+    assert (token, text) == trace.next_tokens(n=1)[0][:2] and probability == pytest.approx(
+        trace.next_tokens(n=1)[0][2], rel=1e-3
+    )
     assert run.top(1) == [(text, probability)]
     ablated = model.ablate(trace, 4, 2, (2,))
     assert ablated.kl() > 0 and trace.model["weights_sha256"] == model.weights_sha256 is not None
