@@ -246,7 +246,7 @@ def test_names_complete_on_tab() -> None:
     assert {"run", "experiment", "with_loops", "sample", "dyck"} <= set(dir(Model))
     assert {"site", "diff", "with_", "attention", "experts", "plot", "show", "top"} <= set(dir(Run))
     assert {"take", "zero", "skip", "swap", "replace", "knock_out_sink"} <= set(vl.do.__all__)
-    assert {"load", "do", "experiment", "intervene", "EvalSet"} <= set(dir(vl))
+    assert {"load", "do", "run_experiment", "intervene", "EvalSet"} <= set(dir(vl))
 
 
 def test_show_prints_in_a_terminal(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
