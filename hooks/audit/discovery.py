@@ -7,7 +7,7 @@ looks like a loop (a call for each token, generation, activation checkpointing) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from visitlens.errors import InputError
 from visitlens.hooks.adapters.family import physical_layers
+from visitlens.hooks.audit.false_loops import Run, calls_of, false_loops, shared_in_part, unread_visits
 from visitlens.hooks.core.loop_plan import ExecutionPlan
-
-Run = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,14 @@ def discover(model: nn.Module, run: Run, tokens: Tensor) -> StepLedger:
     Raises:
         InputError: no module list holds a layer that ran.
     """
-    candidates = layer_candidates(model)
-    calls = _calls(candidates, run, tokens)
+    candidates = _with_looped_blocks(model, layer_candidates(model), run, tokens)
+    calls = calls_of(candidates, run, tokens)
     ran = list(dict.fromkeys(calls))
     if not ran:
         raise InputError("found no layers: no member of a module list ran in a forward of this model")
     groups = physical_layers({path: candidates[path] for path in ran})
-    flags = false_loops(model, candidates, run, tokens)
+    flags = [*false_loops(model, candidates, run, tokens), *unread_visits(model, groups, run, tokens)]
+    flags += shared_in_part(candidates)
     flags += [f"{path} never ran" for path in candidates if path not in ran]
     return follow(model, groups, run, tokens, flags)
 
@@ -91,8 +91,8 @@ def follow(
 
 
 def layer_candidates(model: nn.Module) -> dict[str, nn.Module]:
-    """Outermost members of module lists that hold weights; of a member that only wraps further lists, its members. What is of such
-    a member's own class is a layer wherever it stands: a first block beside the list, whose experts are in a list too."""
+    """Outermost members of module lists, and of sequences and dicts of modules of the model's own, that hold matrices; of a member
+    that only wraps further lists, its members. What is of such a member's own class is a layer wherever it stands: a first block beside the list, whose experts are in a list too."""
     listed = _outermost(model, ())
     within = {type(part) for layer in listed.values() for part in layer.modules() if part is not layer}
     kinds = {type(layer) for layer in listed.values()} - within
@@ -106,9 +106,10 @@ def _outermost(model: nn.Module, kinds: tuple[type, ...]) -> dict[str, nn.Module
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
             below = f"{path}.{name}" if path else name
-            if not any(True for _ in child.parameters()):
+            if not holds_matrices(child):
                 continue
-            listed = isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList)  # lists may hold lists
+            listed = isinstance(module, nn.ModuleList) or (isinstance(module, _HOLDERS) and _is_a_block(child))
+            listed = listed and not isinstance(child, _HOLDERS)  # lists may hold lists
             if isinstance(child, kinds) or (listed and not _only_wraps_lists(child)):
                 found[below] = child
             else:
@@ -118,57 +119,48 @@ def _outermost(model: nn.Module, kinds: tuple[type, ...]) -> dict[str, nn.Module
     return found
 
 
+def _with_looped_blocks(
+    model: nn.Module, listed: dict[str, nn.Module], run: Run, tokens: Tensor
+) -> dict[str, nn.Module]:
+    """The listed layers, and blocks that stand in no list and run several times; such a block's own experts are no layers."""
+    blocks = {
+        path: module
+        for path, module in model.named_modules()
+        if path and path not in listed and _is_a_block(module) and not _only_wraps_lists(module)
+    }
+    blocks = {path: module for path, module in blocks.items() if not any(path.startswith(f"{up}.") for up in listed)}
+    calls = calls_of(blocks, run, tokens)
+    found = dict(listed)
+    for path in (path for path in blocks if calls.count(path) > 1):
+        inside = {below for below in found if below.startswith(f"{path}.")}
+        if any(_has_norm(found[below]) for below in inside) or any(path.startswith(f"{up}.") for up in found):
+            continue  # it holds layers, or is part of one
+        found = {below: module for below, module in found.items() if below not in inside} | {path: blocks[path]}
+    order = [path for path, _ in model.named_modules()]
+    return dict(sorted(found.items(), key=lambda item: order.index(item[0])))
+
+
+_HOLDERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def holds_matrices(module: nn.Module) -> bool:
+    """Whether a module is more than a norm."""
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def _is_a_block(module: nn.Module) -> bool:
+    """A module of the model's own, between an embedding and a head, that may be a layer."""
+    own = not type(module).__module__.startswith("torch.nn.") or isinstance(module, nn.TransformerEncoderLayer)
+    embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
+    return own and not embeds and holds_matrices(module) and any(True for _ in module.children())
+
+
+def _has_norm(module: nn.Module) -> bool:
+    parts = (list(part.parameters(recurse=False)) for part in module.modules())
+    return any(held and all(p.ndim == 1 for p in held) for held in parts)
+
+
 def _only_wraps_lists(module: nn.Module) -> bool:
     weights = {id(p) for p in module.parameters()}
     in_lists = {id(p) for child in module.children() if isinstance(child, nn.ModuleList) for p in child.parameters()}
     return bool(weights) and weights == in_lists
-
-
-def _calls(candidates: Mapping[str, nn.Module], run: Run, tokens: Tensor) -> list[str]:
-    calls: list[str] = []
-    handles = [
-        module.register_forward_pre_hook(lambda *_, path=path: calls.append(path))
-        for path, module in candidates.items()
-    ]
-    try:
-        with torch.no_grad():
-            run(tokens)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls
-
-
-def false_loops(model: Any, candidates: Mapping[str, nn.Module], run: Run, tokens: Tensor) -> list[str]:
-    """What looks like visits of these modules and isn't, in sentences."""
-    flags = []
-    calls = _calls(candidates, run, tokens)
-    fewer = max(1, tokens.shape[1] // 2)
-    shorter = _calls(candidates, run, tokens[:, :fewer])
-    by_length = [path for path in dict.fromkeys(calls) if calls.count(path) != shorter.count(path)]
-    flags += [
-        f"{path} ran {calls.count(path)} times over {tokens.shape[1]} tokens and {shorter.count(path)} over {fewer}: it recurs "
-        "over tokens, and that is one visit a token"
-        for path in by_length
-    ]
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        flags.append("activation checkpointing is on: a backward pass runs modules again, which makes no new visits")
-    if callable(getattr(model, "can_generate", None)) and model.can_generate() and not by_length:
-        generated = 3
-
-        def generate(prompt: Tensor) -> None:
-            options = {"max_new_tokens": generated, "min_new_tokens": generated, "do_sample": False}
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-
-        try:
-            times = len(_calls(candidates, generate, tokens[:1]))
-        except Exception as error:  # a model's own `generate` may raise anything, and nothing else depends on it
-            return [
-                *flags,
-                f"generation couldn't be tried ({type(error).__name__}: {str(error).partition(chr(10))[0]})",
-            ]
-        flags.append(
-            f"generating {generated} tokens makes {times} layer calls where one forward makes {len(calls)}: each generated token is a "
-            "forward of its own, not a further visit"
-        )
-    return flags

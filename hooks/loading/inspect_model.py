@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.adapters.adapt import NO_TOKENS, adapt, families
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
-from visitlens.hooks.audit.discovery import StepLedger, discover, false_loops, follow
+from visitlens.hooks.audit.discovery import StepLedger, discover, follow
+from visitlens.hooks.audit.false_loops import false_loops
 from visitlens.hooks.audit.guards import check, sample_tokens
 from visitlens.hooks.audit.tie_audit import audit_ties
 from visitlens.hooks.audit.tied_copies import copied_layers

@@ -167,3 +167,110 @@ def test_a_model_without_module_lists_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(16, 4), nn.Linear(4, 4))
     with pytest.raises(InputError, match="found no layers"):
         discover(model, model, TOKENS)
+
+
+# Where layers stand
+
+
+class Norms(nn.Module):
+    """One looped block beside a list of norms, one a visit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(16, 4), Block()
+        self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for norm in self.norms:
+            x = self.block(norm(x))
+        return x
+
+
+class Held(nn.Module):
+    """Two blocks in a sequence or a dict, the second runs twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, blocks = nn.Embedding(16, 4), (Block(), Block())
+        self.layers = (
+            nn.Sequential(*blocks) if kind == "sequence" else nn.ModuleDict(dict(zip("ab", blocks, strict=True)))
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first, second = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
+        return second(second(first(self.embed(tokens))))
+
+
+def test_a_looped_block_beside_a_list_of_norms_is_the_loop() -> None:
+    assert discover(model := Norms(), model, TOKENS).modules == ("block",) * 3
+    assert pairs(model) == [(0, 1), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("kind", ["sequence", "dict"])
+def test_layers_in_sequences_and_dicts_are_found(kind: str) -> None:
+    model = Held(kind)
+    assert pairs(model) == [(0, 1), (1, 1), (1, 2)] and not discover(model, model, TOKENS).flags
+
+
+# False loops
+
+
+class Passes(nn.Module):
+    """Layers that run twice, and the second time not on what the first one gave."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.embed, self.layers = kind, nn.Embedding(16, 4), nn.ModuleList([Block(), Block()])
+
+    def through(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.kind == "halves":
+            return torch.cat([self.through(half) for half in x.chunk(2, dim=1)], dim=1)
+        if self.kind == "guidance":
+            return self.through(x) - 0.5 * self.through(torch.zeros_like(x))
+        if self.kind == "draft":
+            return self.through(x[:, :2]).mean() + self.through(x)
+        return self.through(self.through(x))
+
+
+@pytest.mark.parametrize("kind", ["halves", "guidance", "draft"])
+def test_a_second_call_that_does_not_read_the_first_one_is_flagged(kind: str) -> None:
+    flags = discover(model := Passes(kind), model, TOKENS).flags
+    assert [f"layers.{i}: the second call doesn't read" in flags[i] for i in range(2)] == [True, True], flags
+
+
+def test_a_real_loop_is_not_flagged() -> None:
+    assert not discover(model := Passes("loop"), model, TOKENS).flags
+    model = Looped()
+    assert not [flag for flag in discover(model, model, TOKENS).flags if "second call" in flag]
+
+
+# Weights that are shared in part
+
+
+def test_a_shared_base_with_adapters_of_its_own_is_said() -> None:
+    model = Recursive()
+    for layer in model.layers:
+        layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()})
+    first, third = Block(), Block()
+    third.attn.weight = first.attn.weight
+    model.layers[0], model.layers[1], model.layers[2], model.layers[3] = first, Block(), third, Block()
+    flags = discover(model, model, TOKENS).flags
+    assert [flag for flag in flags if "layers.0 and layers.2 share 16 of 108 weights, fewer than half" in flag], flags
+
+
+def test_layers_over_the_same_memory_are_told_from_tied_ones() -> None:
+    model = Recursive()
+    blocks = [Block() for _ in range(4)]
+    for mine, theirs in zip(blocks[0].parameters(), blocks[2].parameters(), strict=True):
+        theirs.data = mine.data
+    model.layers = nn.ModuleList(blocks)
+    ledger = discover(model, model, TOKENS)
+    assert ledger.plan.visits == {0: 1, 1: 1, 2: 1, 3: 1}
+    assert any("layers.0 and layers.2 hold separate Parameters over the same memory" in flag for flag in ledger.flags)
