@@ -60,7 +60,7 @@ class LiveService:
     def unasked(self) -> str:
         """Why it makes no sense to ask the model what comes next; "" where it does. Before it is loaded, as its configuration says."""
         if self._model is not None:
-            return getattr(self._model.config, "missing", {}).get("next token", "")
+            return self._model.config.missing.get("next token", "")
         return _MASKED if self._masked else ""
 
     @cached_property

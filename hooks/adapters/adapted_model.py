@@ -134,7 +134,11 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
             )
         return logits
 
-    def with_loop_count(self, visits: int) -> AdaptedModel:
+    def with_loop_count(self, visits: int, residual_scale: str | None = None) -> AdaptedModel:
+        if residual_scale not in (None, *self.loop_scales):
+            raise InputError(
+                f"{self.config.family} doesn't scale its writes by the loop count: leave residual_scale out"
+            )
         if visits < 1:
             raise InputError(f"expected at least 1 loop, got {visits}")
         return AdaptedModel(self.model, self.family, visits)

@@ -46,6 +46,7 @@ class Part:
 class DocumentModel(InstrumentedModel):
     """`part` is the batch of documents at work, None where the model is run past `__call__`."""
 
+    in_parts = True
     part: Part | None = None
 
     @abstractmethod

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.attention_rule import AttentionRule, map_overlaps
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, check_model
-from visitlens.hooks.core.sites import SITES, Sizes, check_sites, token_shape
-from visitlens.hooks.core.visit_clock import VisitClock
+from visitlens.hooks.core.sites import Sizes, check_sites, token_shape
 from visitlens.kernels.attention.rows import (
     OverlapStatistics,
     RowStatistics,
@@ -27,10 +25,6 @@ from visitlens.kernels.attention.rows import (
 from visitlens.kernels.memory import keep_freed_memory
 from visitlens.kernels.segments import Segments
 from visitlens.kernels.vector_geometry import norms, pairwise_products
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 
 VISITED = "visited"
 """Among captured values: [context, position] whether a token is really at the step; of steps where halting or routing decides."""
@@ -118,7 +112,7 @@ class Captured:
 
 
 @contextmanager
-def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured]:
+def capture(model: InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured]:
     """Keeps the sites' values of each forward inside; hooks are gone afterwards. Outputs stay bit-identical.
 
     From the first capture on, glibc keeps freed memory for the process: a forward's values would else go back to the system
@@ -130,38 +124,9 @@ def capture(model: LoopedMoE | InstrumentedModel, sites: Iterable[str]) -> Itera
     """
     keep_freed_memory()
     check_model(model)
-    if isinstance(model, InstrumentedModel):
-        captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.config)
-        with model.observing(captured):
-            yield captured
-        return
-    plan = model.plan
-    captured = Captured(plan, check_sites(sites), sizes=model.config)
-    clock = VisitClock(plan)
-
-    def begin(embedded: Tensor, hook: Any) -> None:
-        nonlocal clock
-        clock = VisitClock(plan)  # the last forward may have ended in an error
-        captured.begin(embedded.shape[0], embedded.shape[1], embedded)
-
-    def enter(_: Tensor, hook: Any, layer: int) -> None:
-        clock.enter(layer)
-
-    def store(value: Tensor, hook: Any, site: str, step: int) -> None:
-        captured.store(site, step, value)
-
-    hooks: list[tuple[str | Callable[..., Any], Callable[..., Any]]] = [("hook_embed", begin)]
-    for step in plan.steps:
-        prefix = f"blocks.{step.layer}.visit.{step.visit}"
-        hooks.append((f"{prefix}.hook_resid_pre", partial(enter, layer=step.layer)))
-        hooks += [(f"{prefix}.{SITES[s].hook}", partial(store, site=s, step=step.index)) for s in captured.sites]
-    with model.hooks(fwd_hooks=hooks):
-        # Not a hook on the model: TransformerLens' run_with_hooks calls `forward` and passes those by.
-        handle = model.ln_final.register_forward_hook(lambda *_: clock.finish())
-        try:
-            yield captured
-        finally:
-            handle.remove()
+    captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.config)
+    with model.observing(captured):
+        yield captured
 
 
 class StepValues:

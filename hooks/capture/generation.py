@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 _HALF_PRECISION = 5e-2
@@ -85,7 +82,7 @@ class CapturedGeneration:
 
 @torch.no_grad()
 def capture_generation(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     prompt: Tensor,
     max_new_tokens: int,
     sites: Iterable[str],
@@ -126,7 +123,7 @@ def capture_generation(
 
 @torch.no_grad()
 def generate(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     prompt: Tensor,
     max_new_tokens: int,
     stop: int | None = None,
@@ -150,7 +147,7 @@ def generate(
 
 
 @torch.no_grad()
-def replay(model: LoopedMoE | InstrumentedModel, captured: Captured, tokens: Tensor, generated: Tensor) -> Captured:
+def replay(model: InstrumentedModel, captured: Captured, tokens: Tensor, generated: Tensor) -> Captured:
     """Runs texts as they were written, inside a capture: each prompt at once, then token by token through the model's cache.
 
     `tokens`, `generated [context, position]`: one text a context; 0 in the prompt, n at the n-th token after it, -1 behind
@@ -185,9 +182,7 @@ def _put(whole: Captured, site: str, step: int, value: Tensor, row: int, first: 
         buffer[row, first : first + len(value)] = value
 
 
-def check_generation(
-    model: LoopedMoE | InstrumentedModel, tokens: Tensor, prompt_length: int, sites: Iterable[str]
-) -> None:
+def check_generation(model: InstrumentedModel, tokens: Tensor, prompt_length: int, sites: Iterable[str]) -> None:
     """Raises PlanError unless a text [1, position], run as it was written, has the values of one forward over it."""
     sites = [site for site in sites if site not in ("experts", "P")]
     generated = torch.zeros_like(tokens)
@@ -226,14 +221,14 @@ def _whole_map(parts: list[Tensor]) -> Tensor:
     return whole
 
 
-def _decoder(model: LoopedMoE | InstrumentedModel) -> Callable[[Tensor], Tensor]:
+def _decoder(model: InstrumentedModel) -> Callable[[Tensor], Tensor]:
     """Logits of the tokens that go on from those before, which an own cache holds."""
     forward: Any = model
     cache = model.new_cache()
     return lambda new: forward(new, cache=cache)
 
 
-def _compare(model: LoopedMoE | InstrumentedModel, generation: CapturedGeneration) -> None:
+def _compare(model: InstrumentedModel, generation: CapturedGeneration) -> None:
     """Against one forward over all tokens. A cache that mixes visits spoils every token; a flipped expert spoils few."""
     sites = [site for site in generation.values if site != "experts"]
     with capture(model, sites) as captured:

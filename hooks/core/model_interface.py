@@ -1,16 +1,16 @@
-"""InstrumentedModel: what capture, recorder and statistics need of a model that isn't the native one. No torch."""
+"""InstrumentedModel: what capture, recorder, interventions and statistics need of a model. No torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.core.sites import SITES, check_sites
+from visitlens.hooks.core.sites import SITES, Sizes, check_sites
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +67,35 @@ class ModelFacts:
         return {"architecture": self.family, **fields}
 
 
+class ModelConfig(Sizes, Protocol):
+    """What is read of a model's configuration, native (`LoopedMoEConfig`) or adapted (`ModelFacts`)."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    @property
+    def pad_token_id(self) -> int: ...
+    @property
+    def missing(self) -> Mapping[str, str]: ...
+    @property
+    def absent(self) -> Mapping[str, Mapping[int, str]]: ...
+    @property
+    def ragged(self) -> bool: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
 def check_model(model: Any) -> None:
     """Raises InputError: neither the native model nor one that is read by steps and sites, or one without weights."""
-    if not isinstance(model, InstrumentedModel) and not (hasattr(model, "hook_dict") and hasattr(model, "plan")):
+    if not isinstance(model, InstrumentedModel):
         inside = "its .native" if hasattr(model, "native") else "visitlens.adapt(model)"
         raise InputError(
             f"expected the native LoopedMoE or an adapted model, got {type(model).__name__}: give {inside}"
@@ -85,6 +111,11 @@ def check_tensor(tokens: Any) -> None:
         raise InputError(f"expected token ids as a tensor [context, position], got {tokens!r:.60}{text}")
 
 
+def is_intervened(model: InstrumentedModel) -> bool:
+    """Whether an `intervene` is at work on the model, so that a forward now would run inside it."""
+    return model.followed > 0
+
+
 def check_unbroken(cache: Any) -> None:
     """Raises InputError: a forward with this cache ended in an error."""
     if cache.broken:
@@ -96,7 +127,13 @@ class InstrumentedModel(ABC):
     for packed contexts, segment ids of the same shape (< 0: padding)."""
 
     plan: ExecutionPlan
-    config: ModelFacts
+    config: ModelConfig
+    in_parts: bool = False
+    """Whether the documents of a forward run in several parts, so that a site's value holds some documents alone."""
+    loop_scales: tuple[str, ...] = ("kept",)
+    """What `with_loop_count` can do to the scale of the writes in the loop."""
+    followed: int = 0
+    """How many `following` are at work."""
 
     @abstractmethod
     def __call__(
@@ -124,11 +161,29 @@ class InstrumentedModel(ABC):
             f"{type(self).__name__} can be read, not intervened on: adapt the model itself (visitlens.adapt)"
         )
 
-    def with_loop_count(self, visits: int) -> InstrumentedModel:
+    @contextmanager
+    def following(self, follow: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
+        """Inside, calls of the methods named (`forward`; `run_steps`, where there is one) are calls of what `follow` makes of
+        them. One inside another comes first."""
+        own = {name: vars(self).get(name) for name in follow if hasattr(self, name)}
+        for name in own:
+            setattr(self, name, follow[name](getattr(self, name)))
+        self.followed += 1
+        try:
+            yield
+        finally:
+            self.followed -= 1
+            for name, held in own.items():
+                if held is None:
+                    delattr(self, name)
+                else:
+                    setattr(self, name, held)
+
+    def with_loop_count(self, visits: int, residual_scale: str | None = None) -> InstrumentedModel:
         """The same model with its loops run `visits` times.
 
         Raises:
-            InputError: its loop count isn't a number that it reads when it runs.
+            InputError: its loop count isn't a number that it reads when it runs; a scale that it doesn't have.
         """
         raise InputError(f"{self.config.family} doesn't read its loop count when it runs, so it can't be changed")
 

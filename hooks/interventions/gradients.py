@@ -18,7 +18,6 @@ from visitlens.hooks.interventions.intervention import Intervention, Place
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +30,7 @@ class SiteGradients:
 
 
 def site_gradients(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     tokens: Tensor,
     segments: Tensor,
     sites: Iterable[str],

@@ -19,8 +19,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +31,6 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.loop_plan import Step
 from visitlens.hooks.core.model_interface import InstrumentedModel, check_model
-from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.forward import At, Forward, SiteValues, tokens_at
 from visitlens.hooks.interventions.intervention import Intervention, flatten
 from visitlens.hooks.interventions.operations import (
@@ -51,7 +50,6 @@ from visitlens.hooks.interventions.operations import (
 )
 
 if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.hooks.text.packed_tokens import PackedTokens
 
 __all__ = [
@@ -79,7 +77,7 @@ do = sys.modules[__name__]
 
 @contextmanager
 def intervene(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     *interventions: Intervention | Iterable[Intervention],
     earlier: SiteValues | None = None,
     prompt: int | None = None,
@@ -101,21 +99,9 @@ def intervene(
     if not chain:
         yield
         return
-    instrumented = isinstance(model, InstrumentedModel)
-    if instrumented:
-        chain = fitted(chain, model)
-    session = _Session(model, chain, earlier, prompt)
-    if instrumented:
-        changing = model.changing(session.places, session.change)
-    else:
-        changing = model.hooks(
-            fwd_hooks=[(_hook_name(s, step), partial(session.change, s, step)) for s, step in session.places]
-        )
-    with changing, ExitStack() as put_back:
-        for method, follow in (("forward", session.follow), ("run_steps", session.follow_steps)):
-            if hasattr(model, method):
-                put_back.callback(_restore, model, method, model.__dict__.get(method))
-                setattr(model, method, follow(getattr(model, method)))
+    session = _Session(model, fitted(chain, model), earlier, prompt)
+    follow = {"forward": session.follow, "run_steps": session.follow_steps}
+    with model.changing(session.places, session.change), model.following(follow):
         yield
     if must_match:
         session.check_matched()
@@ -135,19 +121,12 @@ def fitted(chain: list[Intervention], model: InstrumentedModel) -> list[Interven
     return chain
 
 
-def _restore(model: Any, method: str, own: Any) -> None:
-    if own is None:
-        delattr(model, method)
-    else:
-        setattr(model, method, own)
-
-
 class _Session:
     """What one `with` keeps: who acts where, and the forward that is running."""
 
     def __init__(
         self,
-        model: LoopedMoE | InstrumentedModel,
+        model: InstrumentedModel,
         chain: list[Intervention],
         earlier: SiteValues | None,
         prompt: int | None,
@@ -160,9 +139,7 @@ class _Session:
         self.matched = [False] * len(chain)
         self.acting: dict[tuple[str, int], list[int]] = {}
         self.stored: set[tuple[str, int]] = set()
-        self.in_parts = isinstance(model, InstrumentedModel)
-        self.ragged = isinstance(model, InstrumentedModel) and model.config.ragged
-        absent = model.absent_steps() if isinstance(model, InstrumentedModel) else {}
+        absent = model.absent_steps()
         for number, intervention in enumerate(chain):
             steps = intervention.place.steps(self.plan)
             if not steps:
@@ -177,7 +154,7 @@ class _Session:
             for step in steps:
                 self.acting.setdefault((intervention.place.site, step.index), []).append(number)
             self.stored |= {(s, step) for s, step in intervention.stored(self.plan) if step not in absent.get(s, {})}
-        needing = [i for i in chain if i.needs_reference or (i.whole_batch and self.in_parts)]
+        needing = [i for i in chain if i.needs_reference or (i.whole_batch and model.in_parts)]
         self.reference_sites = {site for i in needing for site in (i.place.site, *i.beside)}
 
     @property
@@ -197,7 +174,7 @@ class _Session:
             behind = None if cache is None else cache.length
             if behind == 0 and not self.prompt_given:
                 self.prompt = tokens.shape[1]
-            current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.in_parts)
+            current = Forward(tokens, given.get("segments"), behind, self.prompt, in_parts=self.model.in_parts)
             if cache is not None and (whole := next((i for i in self.chain if i.whole_batch), None)):
                 instead = "replace(site, RUN) puts in another run's values"
                 if whole.name == "mean":
@@ -252,10 +229,8 @@ class _Session:
         finally:
             self.muted = False
 
-    def change(
-        self, site: str, step: Step, value: Tensor, there: Tensor | None = None, hook: Any = None
-    ) -> Tensor | None:
-        """The hook of one site at one step; None where nothing changes."""
+    def change(self, site: str, step: Step, value: Tensor, there: Tensor | None) -> Tensor | None:
+        """What takes a value's place at one site of one step; None where nothing changes."""
         if self.muted:
             return None
         if self.forward is None:
@@ -283,17 +258,11 @@ class _Session:
         if self.forwards and idle:
             raise InputError(
                 f"{'; '.join(idle)} matched nothing in {self.forwards} forward(s): no token or expert there"
-                + (", or none that is at the visit" if self.ragged else "")
+                + (", or none that is at the visit" if self.model.config.ragged else "")
             )
 
 
-def _hook_name(site: str, step: Step) -> str:
-    return f"blocks.{step.layer}.visit.{step.visit}.{SITES[site].hook}"
-
-
-def site_means(
-    model: LoopedMoE | InstrumentedModel, contexts: PackedTokens, sites: Iterable[str], batch: int = 1
-) -> SiteMeans:
+def site_means(model: InstrumentedModel, contexts: PackedTokens, sites: Iterable[str], batch: int = 1) -> SiteMeans:
     """(site, step) -> mean over the real tokens of a sample (those that are at the step), in float64: what `mean(..., over=)` takes."""
     sites = tuple(sites)
     totals: dict[tuple[str, int], Tensor] = {}
@@ -328,7 +297,7 @@ def site_means(
     }
 
 
-def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_scale: str | None = None) -> Any:
+def with_loop_count(model: InstrumentedModel, visits: int, residual_scale: str | None = None) -> InstrumentedModel:
     """The same weights (the same Parameters) with the loop span run `visits` times.
 
     `residual_scale`, of the native model: "rescaled" (the default) scales each write in the span by 1/visits, as a model
@@ -340,28 +309,4 @@ def with_loop_count(model: LoopedMoE | InstrumentedModel, visits: int, residual_
     check_model(model)
     if not isinstance(visits, int) or visits < 1:
         raise InputError(f"expected at least 1 visit, a whole number, got {visits!r}")
-    if isinstance(model, InstrumentedModel):
-        if residual_scale not in (None, "kept"):
-            raise InputError(
-                f"{model.config.family} doesn't scale its writes by the loop count: leave residual_scale out"
-            )
-        return model.with_loop_count(visits)
-    from dataclasses import replace as changed
-
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
-    residual_scale = residual_scale or "rescaled"
-    if model.config.loop_start == model.config.loop_stop:
-        raise InputError("an unlooped model has no span to run more often")
-    if residual_scale not in ("rescaled", "kept"):
-        raise InputError(f"expected residual_scale 'rescaled' or 'kept', got {residual_scale!r}")
-    with torch.device("meta"):
-        view = LoopedMoE(changed(model.config, visits=visits))
-    for mine, theirs in zip(view.parameters(), model.parameters(), strict=True):
-        mine.requires_grad_(theirs.requires_grad)  # assigning gives theirs what mine has
-    view.load_state_dict(model.state_dict(keep_vars=True), assign=True)
-    view.rotary_cos, view.rotary_sin = model.rotary_cos, model.rotary_sin
-    if residual_scale == "kept":
-        for mine, theirs in zip(view.blocks, model.blocks, strict=True):
-            mine.scale = theirs.scale
-    return view.train(model.training)
+    return model.with_loop_count(visits, residual_scale)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _FILES = ("*.json", "*.safetensors", "*.py", "*.model", "*.txt")
 
@@ -30,7 +29,7 @@ def load_model(
     trust_remote_code: bool = False,
     tie_copies: bool = False,
     **options: Any,
-) -> LoopedMoE | InstrumentedModel:
+) -> InstrumentedModel:
     """The model of a checkpoint folder or hub name, in evaluation mode.
 
     `trust_remote_code` runs the Python files that come with a checkpoint (Huginn, Ouro; a `visitlens_loader.py`): read them
@@ -49,7 +48,7 @@ def load_model(
         from visitlens.hooks.loading.custom_loader import load_own
 
         return cast(
-            "LoopedMoE | InstrumentedModel",
+            "InstrumentedModel",
             load_own(folder, dtype_named(dtype), device, trust=trust_remote_code, tie_copies=tie_copies, **options),
         )
     if model_type(folder) is None:

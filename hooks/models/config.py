@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
@@ -47,6 +48,11 @@ class LoopedMoEConfig:
     bos_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 2
+
+    family: ClassVar[str] = "native looped MoE"
+    missing: ClassVar[Mapping[str, str]] = {}
+    absent: ClassVar[Mapping[str, Mapping[int, str]]] = {}
+    ragged: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "expert_dim", "context_length")

@@ -11,8 +11,8 @@ with another, so TransformerLens' cache and hooks keep them apart. Activations a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from visitlens.hooks.core.model_interface import check_tensor, check_unbroken
 from visitlens.hooks.models.attention import KVCache, SegmentedAttention
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.experts import ExpertHooks, MixtureOfExperts, RoutedSteps, at_least_float32
-from visitlens.hooks.models.hook_names import NamedHooks
+from visitlens.hooks.models.hooked_model import HookedModel
 from visitlens.kernels.segments import Segments
 
 
@@ -134,13 +134,15 @@ class Unembedding(nn.Module):
         self.W_U = nn.Parameter(torch.empty(config.hidden_size, config.vocab_size))
 
 
-class LoopedMoE(NamedHooks):
+class LoopedMoE(HookedModel):
     """A looped MoE and, with an empty loop span, its Baseline.
 
     Call it with token ids [context, position] and, for packed contexts, segment ids of the same shape: attention
     stays within a segment and positions restart there. Without segment ids each context is one document.
     """
 
+    config: LoopedMoEConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower, and only read
+    loop_scales = ("rescaled", "kept")
     rotary_cos: Tensor
     rotary_sin: Tensor
 
@@ -260,51 +262,32 @@ class LoopedMoE(NamedHooks):
         total = cross_entropy + self.config.load_balance_coef * balance + self.config.router_z_coef * z
         return TrainingLoss(total, cross_entropy, balance, z)
 
-    def get_caching_hooks(
-        self,
-        names_filter: Any = None,
-        incl_bwd: bool = False,
-        device: Any = None,
-        remove_batch_dim: bool = False,
-        cache: dict[str, Tensor] | None = None,
-        pos_slice: Any = None,
-    ) -> tuple[dict, list, list]:
-        """TransformerLens' own, except that `pos_slice` cuts positions of rotated queries and keys too: 4.3 cuts heads."""
-        cache, forward, backward = super().get_caching_hooks(
-            self.names_chosen(names_filter), incl_bwd, device, remove_batch_dim, cache, pos_slice
-        )
-
-        def turned(save: Any, suffix: str) -> Any:
-            def save_turned(value: Tensor, hook: HookPoint) -> None:
-                save(value.transpose(-3, -2), hook=hook)  # [context, head, position, d]
-                kept = cache[f"{hook.name}{suffix}"]
-                cache[f"{hook.name}{suffix}"] = kept.transpose(-3, -2) if kept.ndim > 3 - remove_batch_dim else kept
-
-            return save_turned
-
-        def all_of(hooks: list, suffix: str) -> list:
-            rotated = ("hook_rot_q", "hook_rot_k")
-            return [(name, turned(save, suffix) if name.endswith(rotated) else save) for name, save in hooks]
-
-        return cache, all_of(forward, ""), all_of(backward, "_grad")
-
     def new_cache(self) -> KVCache:
         """An empty KV cache with one slot per (layer, visit)."""
         return KVCache(len(self.plan))
 
-    @torch.no_grad()
-    def generate(self, tokens: Tensor, max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0) -> Tensor:
-        """Continues prompts [context, position] of equal length; greedy at temperature 0."""
-        generator = torch.Generator(device=tokens.device).manual_seed(seed)
-        cache, new = self.new_cache(), tokens
-        for _ in range(max_new_tokens):
-            logits = self(new, cache=cache)[:, -1].float()
-            if temperature > 0:
-                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            else:
-                new = logits.argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, new], dim=1)
-        return tokens
+    def with_loop_count(self, visits: int, residual_scale: str | None = None) -> LoopedMoE:
+        """As `InstrumentedModel.with_loop_count`; `residual_scale`: "rescaled" (the default) scales each write in the span by
+        1/visits, as a model trained so; "kept" leaves the scale that this model was trained with.
+
+        Raises:
+            InputError: an unlooped model, an unknown scale.
+        """
+        residual_scale = residual_scale or "rescaled"
+        if self.config.loop_start == self.config.loop_stop:
+            raise InputError("an unlooped model has no span to run more often")
+        if residual_scale not in self.loop_scales:
+            raise InputError(f"expected residual_scale 'rescaled' or 'kept', got {residual_scale!r}")
+        with torch.device("meta"):
+            view = LoopedMoE(replace(self.config, visits=visits))
+        for mine, theirs in zip(view.parameters(), self.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)  # assigning gives theirs what mine has
+        view.load_state_dict(self.state_dict(keep_vars=True), assign=True)
+        view.rotary_cos, view.rotary_sin = self.rotary_cos, self.rotary_sin
+        if residual_scale == "kept":
+            for mine, theirs in zip(view.blocks, self.blocks, strict=True):
+                mine.scale = theirs.scale
+        return view.train(self.training)
 
     def _features(
         self,

@@ -17,7 +17,6 @@ from visitlens.probe.measures.tables import sizes
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.model.model import Model
     from visitlens.probe.samples.sample import EvalSet
 
@@ -109,7 +108,7 @@ def options(name: str) -> dict[str, inspect.Parameter]:
     return {n: p for n, p in parameters.items() if p.kind is p.KEYWORD_ONLY and n != "on_progress"}
 
 
-def run_experiment(name: str, model: LoopedMoE | InstrumentedModel | Model, sample: EvalSet, **chosen: Any) -> Results:
+def run_experiment(name: str, model: InstrumentedModel | Model, sample: EvalSet, **chosen: Any) -> Results:
     """Runs one experiment on a model and a sample; `chosen` are its options.
 
     Raises:

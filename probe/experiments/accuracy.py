@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +12,11 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import Chain, score
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 PARTS = ("Q", "K", "V", "PV", "experts", "moe_write")
 
 
 def accuracy(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     parts: Sequence[str] = PARTS,
@@ -59,7 +55,7 @@ def accuracy(
     }
 
 
-def _interventions(model: LoopedMoE | InstrumentedModel, parts: Sequence[str]) -> dict[str, Chain]:
+def _interventions(model: InstrumentedModel, parts: Sequence[str]) -> dict[str, Chain]:
     """Name -> chain, visit by visit."""
     layers = model.plan.looped_layers
     chains: dict[str, Chain] = {}

@@ -7,7 +7,6 @@ far that is from the exact ablation is measured on units spread over the whole r
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,15 +21,12 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import batches, check_predicts, device_of, score
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 _ONE = {"heads": "a head", "experts": "an expert"}
 _WHAT = "Change of the loss when {} at one step is {}, to first order: the gradient of the summed loss, per predicted token."
 
 
 def attribution(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     ablation: str = "zero",
@@ -71,13 +67,13 @@ def attribution(
     return results
 
 
-def attribute(model: LoopedMoE | InstrumentedModel, sample: EvalSet, means: object = None) -> dict[str, np.ndarray]:
+def attribute(model: InstrumentedModel, sample: EvalSet, means: object = None) -> dict[str, np.ndarray]:
     """Nats by [document, step, head] and, where there is a router, [document, step, expert] that the summed loss gains when
     one of them is ablated; NaN at a step that has none."""
     check_predicts(model)
     config, plan = model.config, model.plan
     sizes = {"heads": config.num_heads, "experts": config.num_experts}
-    if isinstance(model, InstrumentedModel) and "gates" in model.config.missing:
+    if "gates" in model.config.missing:
         del sizes["experts"]
     totals = {name: np.full((sample.documents, len(plan), size), np.nan) for name, size in sizes.items()}
     sites = ("PV", "gates") if "experts" in totals else ("PV",)
@@ -135,7 +131,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def _checked(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     name: str,
     effects: np.ndarray,

@@ -20,7 +20,6 @@ from visitlens.probe.samples.scores import STATE, batches, device_of, state_afte
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _QUANTITIES = {
     "size": ("Size of a {}", "ratio", "||x' - x|| / ||x|| over one {}."),
@@ -35,7 +34,7 @@ _QUANTITIES = {
 
 @torch.no_grad()
 def convergence(
-    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, loops: int | None = None, on_progress: Progress = silent
+    model: InstrumentedModel, sample: EvalSet, *, loops: int | None = None, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`step_size`, `step_angle`, `step_distance` [step] along the whole model, `visit_*` [visit] from one end of the loop span to the next.
 

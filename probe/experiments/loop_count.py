@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +12,9 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import score
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
-SCALES = ("rescaled", "kept")
-
 
 def loop_count(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     loops: Sequence[int] = range(1, 9),
@@ -35,9 +29,8 @@ def loop_count(
     loops = list(loops)
     trained = max(model.plan.visits.values())
     how = f"the loops run `loops` times (a layer's visits as the model is: {trained})"
-    scales = ("kept",)  # other families' writes have no 1/r
-    if not isinstance(model, InstrumentedModel):
-        scales = SCALES
+    scales = model.loop_scales  # other families' writes have no 1/r
+    if "rescaled" in scales:
         how += f"; rescaled: writes in them scaled by 1/loops, kept: by 1/{trained}"
     loss = np.zeros((sample.documents, len(scales), len(loops)))
     hits = np.zeros_like(loss)

@@ -9,8 +9,6 @@ a row for that rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from visitlens.errors import InputError
@@ -20,9 +18,6 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import Scores, score
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 ATTENTION = {"queries": ("Q",), "keys": ("K",), "values": ("V",)}
 ROUTED = {"experts chosen": ("experts",), "gates": ("gates",), "expert input": ("expert_in",)}
 DENSE = {"feed-forward input": ("moe_in",)}
@@ -31,9 +26,9 @@ WHOLE = "whole update"
 REST = {"attn_write": "the rest of attention", "moe_write": "the rest of the feed-forward layer"}
 
 
-def mechanisms(model: LoopedMoE | InstrumentedModel) -> dict[str, tuple[str, ...]]:
+def mechanisms(model: InstrumentedModel) -> dict[str, tuple[str, ...]]:
     """Name -> the sites that make it up; a whole sub-layer is its write."""
-    routed = not (isinstance(model, InstrumentedModel) and "gates" in model.config.missing)
+    routed = "gates" not in model.config.missing
     feed, name = (ROUTED, "experts (all of it)") if routed else (DENSE, "feed-forward layer (all of it)")
     pairs = {"pattern (queries and keys)": ("Q", "K")}
     if routed:
@@ -43,7 +38,7 @@ def mechanisms(model: LoopedMoE | InstrumentedModel) -> dict[str, tuple[str, ...
 
 
 def mechanism_ledger(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     visits: tuple[int, int] | None = None,
@@ -71,10 +66,9 @@ def mechanism_ledger(
     alone: dict[str, list] = {name: taken(sites) for name, sites in found.items()}
     alone[SKIPPED] = list(skip(visit=visit, layer=layers))
     left_in = {name: taken(_others(sites, parts)) for name, sites in found.items()}
-    if isinstance(model, InstrumentedModel):
-        for write, rest in REST.items():  # what a write has beside its parts: its own when all of them are taken
-            other = next(w for w in REST if w != write)
-            left_in[rest] = taken((*parts[write], other))
+    for write, rest in REST.items():  # what a write has beside its parts: its own when all of them are taken
+        other = next(w for w in REST if w != write)
+        left_in[rest] = taken((*parts[write], other))
     plain, *scores = score(model, sample, [(), *alone.values(), *left_in.values()], on_progress)
     scored = dict(zip(alone, scores, strict=False)), dict(zip(left_in, scores[len(alone) :], strict=True))
     repeated = scored[0][WHOLE]
@@ -116,7 +110,7 @@ def _differ(a: Scores, b: Scores) -> bool:
     return bool(np.abs(a.loss - b.loss).max() > 1e-6 * np.abs(a.loss).max())
 
 
-def _visits(model: LoopedMoE | InstrumentedModel, visits: tuple[int, int] | None) -> tuple[int, int]:
+def _visits(model: InstrumentedModel, visits: tuple[int, int] | None) -> tuple[int, int]:
     if not model.plan.looped_layers:
         raise InputError("an unlooped model has no later visit to explain")
     pairs = model.plan.visit_pairs(*visits) if visits else model.plan.visit_pairs()

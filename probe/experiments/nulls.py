@@ -6,8 +6,6 @@ popularity alone. Each likeness is shown beside its nulls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,16 +20,13 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import batches, device_of
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 SITES = ("resid", "X", "Q", "K", "V", "PV", "attn_write", "moe_write")
 NULLS = ("observed", "tokens shuffled", "less the mean", "less the mean, shuffled")
 
 
 @torch.no_grad()
 def nulls(
-    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, seed: int = 0, on_progress: Progress = silent
+    model: InstrumentedModel, sample: EvalSet, *, seed: int = 0, on_progress: Progress = silent
 ) -> dict[str, StatArray]:
     """`cosine` [null, site, layer] between the first and the last visit; `expert_overlap` [null, layer], shared experts / k,
     where there is a router. Sites that the model lacks are left out.
@@ -44,7 +39,7 @@ def nulls(
     pairs = model.plan.visit_pairs()
     if not pairs:
         raise InputError("an unlooped model has no two visits to compare")
-    lacks = model.absent_steps() if isinstance(model, InstrumentedModel) else {}
+    lacks = model.absent_steps()
     sites = [site for site in SITES if not all(pair.later.index in lacks.get(site, {}) for pair in pairs)]
     routed = [j for j, pair in enumerate(pairs) if pair.later.index not in lacks.get("experts", {})]
     means = site_means(model, sample.contexts, sites)

@@ -6,7 +6,7 @@ says) differ in nothing else; the loss is that of the clean answer. A value of t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,13 +21,10 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import STATE, batches, device_of, predictions
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 
 @torch.no_grad()
 def patching(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     by: str = "head",
@@ -58,7 +55,7 @@ def patching(
     won = np.zeros((sample.documents, len(steps), len(columns)))
     clean_loss, corrupted_loss = np.zeros(sample.documents), np.zeros(sample.documents)
     jobs, done = len(sample.contexts.tokens) * len(steps) * len(columns), 0
-    native = not isinstance(model, InstrumentedModel)
+    native = not model.in_parts
     for batch in batches(sample, device=device_of(model)):
         other = torch.from_numpy(sample.corrupted[batch.rows]).long().to(batch.tokens.device)
         roles = torch.from_numpy(sample.roles[batch.rows]).to(batch.tokens.device)

@@ -6,8 +6,6 @@ the layers that follow the loop span on it, as if the span had ended there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,9 +17,6 @@ from visitlens.hooks.interventions.intervene import replace
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import STATE, Batch, batches, device_of, predictions, state_after
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 LENSES = ("logit lens", "coda lens")
 _QUANTITIES = {
@@ -42,9 +37,7 @@ _QUANTITIES = {
 
 
 @torch.no_grad()
-def readout(
-    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent
-) -> dict[str, StatArray]:
+def readout(model: InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent) -> dict[str, StatArray]:
     """`loss`, `entropy`, `divergence`, `flips`, `final_answer` [lens, step] after each step, over the tokens that count."""
     plan = model.plan
     coda = max((s.index for s in plan.steps if s.layer in plan.looped_layers), default=len(plan) - 1) + 1
@@ -77,20 +70,20 @@ def readout(
     }
 
 
-def _lens(model: LoopedMoE | InstrumentedModel, batch: Batch, captured: Captured, step: int) -> Tensor:
+def _lens(model: InstrumentedModel, batch: Batch, captured: Captured, step: int) -> Tensor:
     """[counted, vocab] what the final norm and the unembedding make of the state after a step. An adapted model runs with
     that state put in after its last step, so that it reads out in its own way."""
     state = state_after(captured, step)
-    if not isinstance(model, InstrumentedModel):
+    if not model.in_parts:
         return batch.read(model, state)
     last = model.plan.steps[-1]
     return predictions(model, batch, [replace("resid_out", state.nan_to_num(), layer=last.layer, visit=last.visit)])
 
 
-def _coda_lens(model: LoopedMoE | InstrumentedModel, batch: Batch, captured: Captured, step: int, coda: int) -> Tensor:
+def _coda_lens(model: InstrumentedModel, batch: Batch, captured: Captured, step: int, coda: int) -> Tensor:
     """The same of the state after the coda, run on from there."""
     state = state_after(captured, step)
-    if not isinstance(model, InstrumentedModel):
+    if not model.in_parts:
         return batch.read(model, model.run_steps(state, batch.segments, start=coda))
     if coda == len(model.plan):
         return _lens(model, batch, captured, step)

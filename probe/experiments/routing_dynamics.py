@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,13 +13,10 @@ from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
 from visitlens.probe.samples.scores import batches, device_of
 
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
-
 
 @torch.no_grad()
 def routing_dynamics(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     *,
     tokens: int = 16,
@@ -34,10 +31,9 @@ def routing_dynamics(
     Raises:
         InputError: a model without a router.
     """
-    plan, experts, softmax, dense = model.plan, model.config.num_experts, True, {}
-    if isinstance(model, InstrumentedModel):
-        model.check_sites(["experts"])
-        dense, softmax = model.absent_steps().get("experts", {}), "softmax router" not in model.config.missing
+    plan, experts = model.plan, model.config.num_experts
+    model.check_sites(["experts"])
+    dense, softmax = model.absent_steps().get("experts", {}), "softmax router" not in model.config.missing
     steps = [step for step in plan.steps if step.index not in dense]
     pairs = [pair for pair in plan.visit_pairs() if pair.later.index not in dense]
     k, row = model.config.experts_per_token, {step.index: i for i, step in enumerate(steps)}

@@ -14,12 +14,9 @@ from visitlens.probe.samples.scores import score
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
-def skip_visit(
-    model: LoopedMoE | InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent
-) -> dict[str, StatArray]:
+def skip_visit(model: InstrumentedModel, sample: EvalSet, *, on_progress: Progress = silent) -> dict[str, StatArray]:
     """`skip_visit` [step, slice] for one visit of one looped layer; `skip_block` [visit, slice] for the visit of all of them.
 
     Raises:

@@ -15,14 +15,13 @@ from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 if TYPE_CHECKING:
     from visitlens.hooks.core.model_interface import InstrumentedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 _CHECKED = ("resid", "Q", "K")
 _CHECKED_TOKENS = 64
 
 
 def continue_prompts(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     prompts: Sequence[np.ndarray],
     new_tokens: int,
     context_length: int,
@@ -54,9 +53,11 @@ def continue_prompts(
         texts.append(text[0].cpu().numpy().astype(np.int32))
     if check:
         first = torch.from_numpy(texts[0][:_CHECKED_TOKENS].astype(np.int64)).unsqueeze(0).to(device)
-        missing = getattr(config, "missing", {})
         check_generation(
-            model, first, min(len(prompts[0]), first.shape[1] - 1), [site for site in _CHECKED if site not in missing]
+            model,
+            first,
+            min(len(prompts[0]), first.shape[1] - 1),
+            [site for site in _CHECKED if site not in config.missing],
         )
     shape = (len(texts), max(map(len, texts)))
     contexts, segments, generated = (

@@ -22,12 +22,11 @@ from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.audit.guards import conditions, rows_of_length, sample_tokens
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
-from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
+from visitlens.hooks.core.model_interface import InstrumentedModel, ModelConfig, ModelFacts
 from visitlens.hooks.loading.load_model import code_sha256, load_model, model_type, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import DTYPES, load_config, load_tokenizer
 from visitlens.hooks.models.checkpoint import load_model as load_native
 from visitlens.hooks.models.checkpoint_files import sha256_of
-from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.expert_parallel import leading
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.store.commit import readable_bytes
@@ -119,7 +118,7 @@ class RunRequest:
 class PlannedModel:
     """What must be known of a model before it runs."""
 
-    config: LoopedMoEConfig | ModelFacts
+    config: ModelConfig
     plan: ExecutionPlan
     dtype: torch.dtype
 
@@ -161,7 +160,7 @@ class PreparedRun:
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
 
     @cached_property
-    def model(self) -> LoopedMoE | InstrumentedModel:
+    def model(self) -> InstrumentedModel:
         """The loaded model."""
         request = self.request
         if request.mesh is not None:
@@ -324,7 +323,7 @@ def prepare_recording(
     return PreparedRun(request)
 
 
-def encoder_of(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> TextEncoder:
+def encoder_of(request: RunRequest, config: ModelConfig) -> TextEncoder:
     """What makes token ids of a request's text."""
     tokenizer = load_tokenizer(resolve(request.checkpoint))
     return TextEncoder.of(tokenizer, config, bos=request.bos, special_as_text=request.special_as_text)
@@ -335,14 +334,14 @@ def encoded_text(request: RunRequest, encoder: TextEncoder) -> Documents:
     return encoder.documents([d.text for d in read_documents(request.text, by_line=request.by_line)])
 
 
-def pack_text(request: RunRequest, config: LoopedMoEConfig | ModelFacts) -> tuple[PackedTokens, int]:
+def pack_text(request: RunRequest, config: ModelConfig) -> tuple[PackedTokens, int]:
     """The text in the model's tokens, packed and cut after the context in which `max_tokens` falls; its whole length."""
     encoder = encoder_of(request, config)
     return packed_text(request, config, encoded_text(request, encoder).ids, encoder)
 
 
 def packed_text(
-    request: RunRequest, config: LoopedMoEConfig | ModelFacts, documents: Sequence[np.ndarray], encoder: TextEncoder
+    request: RunRequest, config: ModelConfig, documents: Sequence[np.ndarray], encoder: TextEncoder
 ) -> tuple[PackedTokens, int]:
     """`pack_text` of documents that are token ids already."""
     length = request.context_length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,15 +11,12 @@ from torch import Tensor
 
 from visitlens.hooks.capture.attention_rule import AttentionRule
 from visitlens.hooks.capture.capture import Captured, StepValues, capture
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import token_shape
 from visitlens.probe.live.row_rule import RowRule
 
-if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted_model import AdaptedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
-
-def arrays_of(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor) -> dict[str, Any]:
+def arrays_of(model: InstrumentedModel, captured: Captured, batch: Tensor) -> dict[str, Any]:
     """The arrays of a LiveRun that are made of captured sites."""
     values = StepValues(captured, torch.zeros_like(batch))
     each, tokens = range(len(model.plan)), batch.shape[1]
@@ -41,7 +38,7 @@ def arrays_of(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor
         return np.sqrt(np.square(as_array(x), dtype=np.float64).mean(-1)).astype(np.float32)
 
     attn, moe = stacked("attn_write"), stacked("moe_write")
-    adds_up = "sum of writes" not in getattr(model.config, "missing", ())
+    adds_up = "sum of writes" not in model.config.missing
     update = attn + moe if adds_up else stacked("resid_out") - stacked("resid")
     rows = values.attention_rows
     pairs = [
@@ -68,7 +65,7 @@ def arrays_of(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor
     }
 
 
-def _maps(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor) -> dict[int, np.ndarray]:
+def _maps(model: InstrumentedModel, captured: Captured, batch: Tensor) -> dict[int, np.ndarray]:
     """Step -> P [head, query, key], of those steps whose rows Q and K alone don't give."""
     steps = [step for step, rule in captured.rules.items() if rule.from_map or rule.among_visited]
     if not steps:
@@ -79,9 +76,9 @@ def _maps(model: LoopedMoE | AdaptedModel, captured: Captured, batch: Tensor) ->
     return {step: as_array(p[0]) for step, p in held.items() if p is not None}
 
 
-def lacking(model: LoopedMoE | AdaptedModel, captured: Captured, no_lens: str) -> dict[str, dict[int, str]]:
+def lacking(model: InstrumentedModel, captured: Captured, no_lens: str) -> dict[str, dict[int, str]]:
     """Site -> layers without it, or assumption -> {-1: ...} for the whole model, each with its reason."""
-    missing: Mapping[str, str] = getattr(model.config, "missing", {})
+    missing: Mapping[str, str] = model.config.missing
     sites = {
         site: {model.plan.steps[step].layer: why for step, why in steps.items()}
         for site, steps in captured.absent.items()

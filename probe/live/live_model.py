@@ -17,6 +17,7 @@ from torch import Tensor
 from visitlens.errors import InputError, MemoryLimitError
 from visitlens.hooks.capture.capture import StepValues, capture
 from visitlens.hooks.core.loop_plan import Step, visit_choices
+from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256
 from visitlens.hooks.models.checkpoint import load_tokenizer
 from visitlens.hooks.text.encoder import TextEncoder
@@ -30,8 +31,6 @@ from visitlens.probe.live.prompts import TOKEN_LIMIT, DyckPreset, dyck_presets, 
 from visitlens.probe.samples.scores import device_of
 
 if TYPE_CHECKING:
-    from visitlens.hooks.adapters.adapted_model import AdaptedModel
-    from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.probe.live.forward import Reader
     from visitlens.probe.live.live_run import Lens
 
@@ -53,7 +52,7 @@ class Tracer:
 
     def __init__(
         self,
-        model: LoopedMoE | AdaptedModel,
+        model: InstrumentedModel,
         tokenizer: Tokenizer | TextEncoder,
         *,
         name: str = "model",
@@ -75,7 +74,7 @@ class Tracer:
     @cached_property
     def presets(self) -> tuple[DyckPreset, ...]:
         """Few-shot Dyck prompts that fit the limit; none where the tokenizer can't write them, or nothing follows a prompt."""
-        if "next token" in getattr(self.config, "missing", ()):
+        if "next token" in self.config.missing:
             return ()
         try:
             found = dyck_presets(self.tokenizer, led=self.encoder.bos.id is not None)

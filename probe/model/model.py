@@ -15,12 +15,10 @@ from torch import Tensor
 
 from visitlens.errors import InputError
 from visitlens.hooks.core.loop_plan import ExecutionPlan
-from visitlens.hooks.core.model_interface import InstrumentedModel, ModelFacts
+from visitlens.hooks.core.model_interface import InstrumentedModel, ModelConfig
 from visitlens.hooks.interventions.intervene import Intervention, with_loop_count
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.hooks.loading.load_model import weights_sha256
-from visitlens.hooks.models.config import LoopedMoEConfig
-from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.hooks.text.tokenizer import own_tokenizer
@@ -45,13 +43,13 @@ def model_of(model: Any, tokenizer: Any, bos: str | int | None = None, **options
     Raises:
         InputError: no tokenizer, or a kind of model that no adapter knows.
     """
-    if not isinstance(model, (LoopedMoE, InstrumentedModel)):
+    if not isinstance(model, InstrumentedModel):
         from visitlens.hooks.adapters.adapt import adapt
 
         model, options = adapt(model, **options), {}
     if options:
         raise InputError(f"a model that is adapted already takes no options, got {', '.join(options)}")
-    return Model(model, own_tokenizer(tokenizer), getattr(model.config, "family", "model"), bos)
+    return Model(model, own_tokenizer(tokenizer), model.config.family, bos)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +57,7 @@ class Model:
     """A model and its tokenizer. `native` is the model itself: the LoopedMoE, for `run_with_hooks` and the like, or an
     adapted model."""
 
-    native: LoopedMoE | InstrumentedModel = field(repr=False)
+    native: InstrumentedModel = field(repr=False)
     tokenizer: Any = field(repr=False)
     name: str = "model"
     bos: str | int | None = None
@@ -100,7 +98,7 @@ class Model:
         return self.native.plan
 
     @property
-    def config(self) -> LoopedMoEConfig | ModelFacts:
+    def config(self) -> ModelConfig:
         return self.native.config
 
     def run(self, text: Text, *interventions: Intervention | Sequence[Intervention]) -> Run:
@@ -148,7 +146,7 @@ class Model:
     def with_loops(self, visits: int, residual_scale: str | None = None) -> Model:
         """The same weights with the loop span run `visits` times (`hooks.interventions.intervene.with_loop_count`)."""
         view = with_loop_count(self.native, visits, residual_scale)
-        scale = f", scale {residual_scale or 'rescaled'}" if isinstance(view, LoopedMoE) else ""
+        scale = f", scale {residual_scale or 'rescaled'}" if "rescaled" in view.loop_scales else ""
         return replace(self, native=view, name=f"{self.name}, {visits} visit{'s' * (visits != 1)}{scale}")
 
     def sample(self, text: str | Path | Iterable[str] = SAMPLE, max_tokens: int | None = 4096) -> EvalSet:

@@ -18,6 +18,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.capture.sampling import Sampling
+from visitlens.hooks.core.model_interface import is_intervened
 from visitlens.hooks.interventions.forward import Generated, numbers
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
@@ -78,7 +79,7 @@ class Run:
         """[text, position, ...] by step: what `replace(site, run)` takes from this run."""
         if site not in self._sites:
             model = self.model.native
-            if "forward" in model.__dict__:
+            if is_intervened(model):
                 raise InputError(f"ask this run for {site!r} before `intervene` begins: it would run inside it")
             with torch.no_grad(), self._intervened(), capture(model, [site]) as captured:
                 model(self.token_ids, self.segment_ids, return_type="none")
@@ -186,7 +187,7 @@ class Run:
         if not isinstance(head, (int, np.integer)) or not 0 <= head < heads:
             raise InputError(f"expected a head in 0..{heads - 1}, got {head!r}")
         n = len(rows)
-        both_ways = "next token" in getattr(self.model.config, "missing", ())
+        both_ways = "next token" in self.model.config.missing
         seen = np.ones((n, n), bool) if both_ways else np.tril(np.ones((n, n), bool))
         shown = {v: np.where(seen, p[head, :n, :n].float().cpu().numpy(), np.nan) for v, p in maps.items()}
         return LinkedMaps(f"Attention of layer {layer}, head {head}", _compared(shown), rows, rows, ("query", "key"))

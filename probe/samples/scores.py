@@ -85,7 +85,7 @@ Chain = Sequence[Intervention | Sequence[Intervention]]
 
 @torch.no_grad()
 def score(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     sample: EvalSet,
     chains: Sequence[Chain] = ((),),
     on_progress: Progress = silent,
@@ -101,7 +101,7 @@ def score(
     totals = [Scores(np.zeros(sample.documents), np.zeros(sample.documents)) for _ in flat]
     done, jobs = 0, len(flat) * len(sample.contexts.tokens)
     for batch in batches(sample, device=device_of(model)):
-        plain = None if isinstance(model, InstrumentedModel) else _shared(model, batch, flat)
+        plain = None if model.in_parts else _shared(model, batch, flat)
         for chain, scores in zip(flat, totals, strict=True):
             logits = predictions(model, batch, chain, plain)
             batch.add(F.cross_entropy(logits, batch.truth, reduction="none"), scores.loss)
@@ -112,7 +112,7 @@ def score(
 
 
 def predictions(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     batch: Batch,
     chain: Sequence[Intervention] = (),
     plain: Captured | None = None,
@@ -125,7 +125,7 @@ def predictions(
     """
     tokens = batch.tokens if tokens is None else tokens
     check_predicts(model)
-    if isinstance(model, InstrumentedModel):
+    if model.in_parts:
         with intervene(model, chain, must_match=False):
             logits = model(tokens, batch.segments)
         assert logits is not None
@@ -148,13 +148,13 @@ def _shared(model: LoopedMoE, batch: Batch, chains: Sequence[Sequence[Interventi
     return plain
 
 
-def check_predicts(model: LoopedMoE | InstrumentedModel) -> None:
+def check_predicts(model: InstrumentedModel) -> None:
     """Raises InputError: the model's logits aren't of the next token, so that it has no loss on text."""
-    if isinstance(model, InstrumentedModel) and (why := model.config.missing.get("next token")):
+    if why := model.config.missing.get("next token"):
         raise InputError(f"{model.config.family} has no loss on text: {why}")
 
 
-def device_of(model: LoopedMoE | InstrumentedModel) -> torch.device:
+def device_of(model: InstrumentedModel) -> torch.device:
     return next(iter(model.parameters())).device
 
 

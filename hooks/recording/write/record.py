@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -33,9 +33,6 @@ from visitlens.hooks.recording.write.remote_ledger import RemoteLedger
 from visitlens.hooks.recording.write.shard_arrays import ShardArrays
 from visitlens.hooks.recording.write.shard_writer import ShardWriter, dtype_of
 from visitlens.hooks.text.packed_tokens import PackedTokens
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 MAX_SHARD_BYTES = 256_000_000
 
@@ -114,7 +111,7 @@ class RecordingOptions:
 
 
 def record(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     contexts: PackedTokens,
     path: Path,
     statistics: TokenStatistics,

@@ -26,7 +26,6 @@ from visitlens.hooks.recording.write.shard_arrays import ShardArrays
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
     from visitlens.hooks.recording.write.record import RecordingOptions, TokenStatistics
 
 
@@ -56,7 +55,7 @@ class ShardWriter:
 
     def __init__(
         self,
-        model: LoopedMoE | InstrumentedModel,
+        model: InstrumentedModel,
         contexts: PackedTokens,
         path: Path,
         statistics: TokenStatistics,
@@ -68,12 +67,9 @@ class ShardWriter:
             raise InputError(
                 f"level 'maps' keeps contexts of at most {schema.MAX_MAP_CONTEXT} tokens, got {contexts.tokens.shape[1]}: pack shorter ones"
             )
-        if isinstance(model, InstrumentedModel):
-            model.check_sites(options.sites)
-            if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
-                raise InputError(
-                    f"level 'maps' needs attention at every step, which {model.config.family} doesn't have"
-                )
+        model.check_sites(options.sites)
+        if options.level == "maps" and "P" in {**model.config.missing, **model.config.absent}:
+            raise InputError(f"level 'maps' needs attention at every step, which {model.config.family} doesn't have")
         self.model, self.contexts, self.path = model, contexts, path
         self.statistics, self.options, self.attention = statistics, options, attention_implementation
         self.dtype, self.store = dtype_of(model), None if url is None else ObjectStore(url)
@@ -149,7 +145,7 @@ class ShardWriter:
                 ids, gates = (torch.stack([values.site(n, s) for s in steps]).cpu() for n in ("experts", "gates"))
                 shard.keep("routing/ids", ids.numpy().astype(np.uint16))
                 shard.keep("routing/gate", gates.float().numpy().astype(np.float16))
-            if isinstance(self.model, InstrumentedModel) and self.model.config.ragged:
+            if self.model.config.ragged:
                 there = [values.visited(step) for step in steps]
                 everyone = torch.ones(len(real), dtype=torch.bool)
                 visited = torch.stack([everyone if t is None else t for t in there])

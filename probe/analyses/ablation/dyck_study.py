@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import wide
 from visitlens.probe.samples.dyck_prompts import SHOTS, AnswerStyle, DyckPrompt, dyck_case
 from visitlens.probe.samples.scores import check_predicts, device_of
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 STUDY = 3
 """First word of a prompt's seed: those that models are trained and validated on begin with others."""
@@ -100,7 +97,7 @@ def dyck_task(prompts: Sequence[DyckPrompt], bos: int | None, pad: int) -> Task:
 
 @torch.inference_mode()
 def dyck_scores(
-    model: LoopedMoE | InstrumentedModel, tokenizer: Any, settings: DyckSettings, shots: Sequence[int] = SHOTS
+    model: InstrumentedModel, tokenizer: Any, settings: DyckSettings, shots: Sequence[int] = SHOTS
 ) -> dict[str, Grouped]:
     """By shots: `exact_match` (every answer token is the most likely one given those before it), `accuracy` and `nll` (nats)
     over the answers' tokens, `target_accuracy` and `target_nll` over the targets."""
@@ -129,7 +126,7 @@ def dyck_scores(
 
 @torch.inference_mode()
 def study_head(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     tokenizer: Any,
     layer: int,
     head: int,
@@ -143,7 +140,7 @@ def study_head(
     uniform attention; with scores by shots and the maps of a few prompts at `settings.shots`."""
     encoder = TextEncoder.of(tokenizer, model.config)
     visits = model.plan.visits[layer]
-    without = model.config.absent.get("P", {}) if isinstance(model, InstrumentedModel) else {}
+    without = model.config.absent.get("P", {})
     layers = [n for n, count in model.plan.visits.items() if count == visits and n not in without]
     with_answers = [k for k in shots if k > 0]
     groups = min(settings.prompts, MAX_GROUPS)
@@ -176,9 +173,7 @@ def study_head(
     return DyckStudy(name, layer, head, scores, Grouped(MASS, labels, total, count), tuple(examples), about)
 
 
-def _padded(
-    prompts: Sequence[DyckPrompt], model: LoopedMoE | InstrumentedModel, encoder: TextEncoder
-) -> Iterator[_Padded]:
+def _padded(prompts: Sequence[DyckPrompt], model: InstrumentedModel, encoder: TextEncoder) -> Iterator[_Padded]:
     leads, prompts = zip(*(prompt.led(encoder.bos.id) for prompt in prompts), strict=True)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].tokens))
     while order:
@@ -192,10 +187,10 @@ def _padded(
         yield _Padded(index, [prompts[i] for i in index], tokens.to(device_of(model)))
 
 
-def _reader(model: LoopedMoE | InstrumentedModel, tokens: Tensor) -> Callable[[int, int, int], Tensor]:
+def _reader(model: InstrumentedModel, tokens: Tensor) -> Callable[[int, int, int], Tensor]:
     """(row, start, stop) -> logits [position, vocab]; of the native model only those asked for are formed."""
     check_predicts(model)
-    if isinstance(model, InstrumentedModel):
+    if model.in_parts:
         logits = model(tokens)
         assert logits is not None
         return lambda row, start, stop: logits[row, start:stop]
@@ -205,10 +200,10 @@ def _reader(model: LoopedMoE | InstrumentedModel, tokens: Tensor) -> Callable[[i
     return lambda row, start, stop: model.logits(last[row, start:stop])
 
 
-def _target_patterns(model: LoopedMoE | InstrumentedModel, batch: _Padded, layers: Sequence[int]) -> Tensor:
+def _target_patterns(model: InstrumentedModel, batch: _Padded, layers: Sequence[int]) -> Tensor:
     """[layer, visit, prompt, head, target, key] attention of the positions that predict the targets."""
     steps = [s for s in model.plan.steps if s.layer in layers]
-    adapted = isinstance(model, InstrumentedModel)
+    adapted = model.in_parts
     with capture(model, ["P"] if adapted else ["Q", "K"]) as captured:
         model(batch.tokens, return_type="none")
     at = torch.tensor([prompt.targets for prompt in batch.prompts], device=batch.tokens.device)

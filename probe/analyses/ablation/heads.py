@@ -7,7 +7,7 @@ side as contexts of one batch. A run that is ablated at every visit forks from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
@@ -98,7 +98,7 @@ def sample_task(sample: EvalSet) -> Task:
 
 @torch.inference_mode()
 def ablate_heads(
-    model: LoopedMoE | InstrumentedModel,
+    model: InstrumentedModel,
     task: Task,
     *,
     mode: str = "zero",
@@ -122,10 +122,8 @@ def ablate_heads(
         InputError: an unknown mode, layer or head; layers that run unequally often; resampling with one document; a model without PV.
     """
     plan, config = model.plan, model.config
-    without: Mapping[int, str] = {}
-    if isinstance(model, InstrumentedModel):
-        model.check_sites(["PV"])
-        without = model.config.absent.get("PV", {})
+    model.check_sites(["PV"])
+    without = model.config.absent.get("PV", {})
     usual = [layer for layer in plan.looped_layers or range(config.num_layers) if layer not in without]
     chosen = tuple(usual if layers is None else layers)
     which = tuple(heads if heads is not None else range(config.num_heads))
@@ -140,7 +138,7 @@ def ablate_heads(
     done, total = 0, len(batches) * len(chosen)
     for batch in batches:
         asked = (batch.on(device_of(model)), steps, which, metric, partial(replace, rows=batch.rows))
-        if isinstance(model, InstrumentedModel):
+        if model.in_parts:
             plain, ablated = _in_turn(model, *asked)
         else:
             plain, ablated = _side_by_side(model, *asked, tokens_at_once)
@@ -339,7 +337,7 @@ def _ablated(z: Tensor, hook: Any, heads: Sequence[int], passed: int, hit: int, 
 
 
 def _replacement(
-    model: LoopedMoE | InstrumentedModel, task: Task, mode: str, steps: Sequence[int], seed: int, tokens_at_once: int
+    model: InstrumentedModel, task: Task, mode: str, steps: Sequence[int], seed: int, tokens_at_once: int
 ) -> Callable[..., Tensor | float]:
     """`replace(step, rows=...)`: 0.0, the mean [1, head, d], or another document's PV [context, position, head, d]."""
     if mode == "zero":

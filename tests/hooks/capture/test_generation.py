@@ -8,6 +8,8 @@ import pytest
 import torch
 from tests.support import rounding
 
+from visitlens.hooks.capture.generation import generate
+from visitlens.hooks.capture.sampling import Sampling
 from visitlens.hooks.models.looped_moe import LoopedMoE
 
 ModelFactory = Callable[..., LoopedMoE]
@@ -66,12 +68,13 @@ def test_greedy_generation_writes_the_likeliest_token_each_time(make_model: Mode
     tokens = prompt
     for _ in range(6):
         tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(model.generate(prompt, 6), tokens)
-    assert torch.equal(model.generate(prompt, 0), prompt)
+    assert torch.equal(generate(model, prompt, 6), tokens)
+    assert torch.equal(generate(model, prompt, 0), prompt)
 
 
 def test_sampling_is_the_seeds_and_follows_the_temperature(make_model: ModelFactory) -> None:
     model, prompt = make_model(2), torch.tensor([[0, 5, 9]])
-    hot = [model.generate(prompt, 12, temperature=5.0, seed=seed) for seed in (0, 0, 1)]
+    hot = [generate(model, prompt, 12, choose=Sampling(5.0, seed=seed).chooser()) for seed in (0, 0, 1)]
     assert torch.equal(hot[0], hot[1]) and not torch.equal(hot[0], hot[2])
-    assert torch.equal(model.generate(prompt, 12, temperature=1e-6), model.generate(prompt, 12))
+    cold = generate(model, prompt, 12, choose=Sampling(1e-6).chooser())
+    assert torch.equal(cold, generate(model, prompt, 12))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from visitlens.errors import CheckpointError, InputError
+from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.text.packed_tokens import PackedTokens
@@ -39,7 +40,7 @@ def test_other_calls_that_can_not_work_are_refused(make_model: ModelFactory) -> 
     with pytest.raises(InputError, match="one document per context"):
         model(tokens, torch.zeros_like(tokens), cache=model.new_cache())
     with pytest.raises(InputError, match="65 positions"):
-        model.generate(torch.zeros(1, 60, dtype=torch.long), 6)
+        generate(model, torch.zeros(1, 60, dtype=torch.long), 6)
 
 
 @pytest.mark.parametrize(
