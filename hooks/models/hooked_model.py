@@ -29,11 +29,11 @@ class HookedModel(NamedHooks, InstrumentedModel):
 
     @contextmanager
     def observing(self, captured: Captured) -> Iterator[None]:
-        clock = VisitClock(self.plan)
+        clock = VisitClock(captured.plan)
 
         def begin(embedded: Tensor, hook: Any) -> None:
             nonlocal clock
-            clock = VisitClock(self.plan)  # the last forward may have ended in an error
+            clock = VisitClock(captured.plan)  # the last forward may have ended in an error
             captured.begin(embedded.shape[0], embedded.shape[1], embedded)
 
         def enter(_: Tensor, hook: Any, layer: int) -> None:
@@ -43,7 +43,7 @@ class HookedModel(NamedHooks, InstrumentedModel):
             captured.store(site, step, value)
 
         hooks: list[tuple[str | Callable[..., Any], Callable[..., Any]]] = [("hook_embed", begin)]
-        for step in self.plan.steps:
+        for step in captured.plan.steps:
             hooks.append((hook_name("resid", step), partial(enter, layer=step.layer)))
             hooks += [(hook_name(site, step), partial(store, site=site, step=step.index)) for site in captured.sites]
         with HookedRootModule.hooks(self, fwd_hooks=hooks):  # names are right, and nothing is returned
