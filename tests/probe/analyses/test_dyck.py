@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from visitlens.errors import InputError
 from visitlens.probe.samples.dyck_prompts import (
@@ -226,8 +226,12 @@ def test_any_tokenizer_gives_the_same_answers(tokenizer: Tokenizer) -> None:
         ):
             assert "".join(expected.pieces[slice(*one)]) == "".join(prompt.pieces[slice(*two)])
         assert [prompt.pieces[at] for at in prompt.targets] == [expected.pieces[at] for at in expected.targets]
-    with pytest.raises(InputError, match="offsets don't fit"):  # every word is `?`
+    with pytest.raises(InputError, match="no token for"):  # every word is `?`
         dyck_case((9,), words, shots=1)
+    normalised = Tokenizer.from_str(tokenizer.to_str())
+    normalised.normalizer = normalizers.Lowercase()
+    with pytest.raises(InputError, match="offsets don't fit"):
+        dyck_case((9,), normalised, shots=1, style=AnswerStyle(stop=" END"))
     with pytest.raises(InputError, match="it has no offsets"):
         dyck_case((9,), Slow(upper=True), shots=1)
 
