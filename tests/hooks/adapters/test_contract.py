@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import rounding
+from torch import Tensor
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
@@ -148,10 +150,18 @@ def test_a_document_among_others_is_the_document_alone(family: str, adapted: Ada
     assert logits is not None and bool(logits[1, 27:].isnan().all())
     for context, span in DOCUMENTS:
         alone = captured(model, TOKENS[context : context + 1, span])
-        torch.testing.assert_close(model(TOKENS[context : context + 1, span])[0], logits[context, span], **NEAR)
+        assert_alike(model(TOKENS[context : context + 1, span])[0], logits[context, span])
         for site in set(sites_of(model)) - {"P"}:
             for step in steps_with(model, site):
-                torch.testing.assert_close(alone.at(site, step)[0], together.at(site, step)[context, span], **NEAR)
+                assert_alike(alone.at(site, step)[0], together.at(site, step)[context, span])
+
+
+def assert_alike(one: Tensor, other: Tensor) -> None:
+    """But for rounding of the largest value: 4 forwards' worth, as layers with a recurrent state round at every position. What
+    leaks from another document is hundreds of times as large."""
+    size = float(other.nan_to_num(posinf=0, neginf=0).abs().max())
+    near = 4 * rounding.bound(torch.float32) * max(1.0, size)
+    torch.testing.assert_close(one, other, atol=near, rtol=0, equal_nan=False)
 
 
 def test_experts_are_those_that_were_used(family: str, adapted: Adapted) -> None:

@@ -10,6 +10,7 @@ from tests.support import rounding
 
 from visitlens.hooks.capture.generation import generate
 from visitlens.hooks.capture.sampling import Sampling
+from visitlens.hooks.interventions.intervene import intervene, zero
 from visitlens.hooks.models.looped_moe import LoopedMoE
 
 ModelFactory = Callable[..., LoopedMoE]
@@ -34,6 +35,18 @@ def test_cached_logits_are_those_of_the_full_forward(
     parts = [model(chunk, cache=cache) for chunk in tokens.split([7, 5, *[1] * 8], dim=1)]
     tolerance = rounding.bound(dtype)  # chunks of other lengths are products of other shapes
     torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), atol=tolerance, rtol=tolerance)
+
+
+def test_the_start_of_a_text_is_not_the_first_token_of_a_later_chunk(make_model: ModelFactory) -> None:
+    """An intervention on segment starts acts on the first token of all, whichever chunks the text comes in."""
+    model = make_model(2, dtype=torch.float64)
+    tokens = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(2))
+    with intervene(model, zero("V", token="start")):
+        whole = model(tokens)
+        cache = model.new_cache()
+        parts = [model(chunk, cache=cache) for chunk in tokens.split([5, 4, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=rounding.bound(torch.float64), rtol=0)
+    assert float((whole - model(tokens)).abs().max()) > 1e-3, "what the start gives must matter here"
 
 
 @pytest.mark.parametrize("visits", [1, 2, 3])
