@@ -15,6 +15,7 @@ from visitlens.app.panels.plots import Level, Line
 from visitlens.app.view.view import View
 from visitlens.errors import VisitlensError
 from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.reading.pairing import pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.reading.two_visits import mean_over
 
@@ -59,8 +60,10 @@ def layout(view: View) -> list[Any]:
         ]
     name, way = metric(view), view.selection.extra.get("by", "step")
     way = way if way in _WAYS else "step"
-    first, second = (by(r, name, way) for r in (run, other))
     names = _distinct(run.name, other.name)
+    pairing = pair(run, other)
+    run, other = pairing.a, pairing.b
+    first, second = (by(r, name, way) for r in (run, other))
     looks = [f"part {at}" if r.looped else "baseline" for at, r in ((1, run), (2, other))]
     chips = html.Nav(
         [
@@ -79,6 +82,7 @@ def layout(view: View) -> list[Any]:
     difference = difference_of(first, second)
     if difference is not None:
         items.append(_difference(view, difference, names, x_title, code))
+    items.append(html.P(f"Intervals of differences are {pairing.words}.", className="note wide"))
     return [*items, _table(first, second, difference, names, way), _all(view, run, other, names)]
 
 

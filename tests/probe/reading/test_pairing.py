@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from visitlens.app.pages import compare as page
+from visitlens.app.view.registry import Registry
+from visitlens.app.view.view import Context, view_of
 from visitlens.hooks.text.documents import pack
+from visitlens.probe.measures.measure import StatArray
 from visitlens.probe.reading.pairing import pair
 from visitlens.probe.reading.recorded_run import RecordedRun
 from visitlens.probe.report.compare import compare
@@ -72,3 +76,17 @@ def test_recordings_of_other_numbers_of_groups_meet_in_the_fewer(record) -> None
         less, more = sorted(counts, key=lambda count: count.sum())
         assert (less <= more).all() and less.sum() < more.sum()  # the shorter text is a part of the longer
     assert not pair(many, record("h12", range(40), groups=12, seed=5)).paired  # 12 isn't a part of 32
+
+
+def test_the_dashboards_comparison_is_the_commands(record, monkeypatch) -> None:
+    """Two recordings that share 20 of 30 documents: one interval, whoever draws it."""
+    a, b = record("page-a", range(30)), record("page-b", range(10, 40), seed=2)
+    shown: list[StatArray] = []
+    monkeypatch.setattr(page, "_difference", lambda view, difference, *rest: shown.append(difference))
+    registry = Registry([a.recording.path, b.recording.path])
+    first, second = registry.entries()
+    view = view_of(Context(registry), page.PATH, f"?run={first.id}&other={second.id}&metric=resid_rms")
+    assert "20 of 30 and 30" in str(page.layout(view))
+    (found,) = compare(first.run, second.run, "step", ["resid_rms"])
+    for mine, theirs in zip(shown[0].interval(), found.difference.interval(), strict=True):
+        np.testing.assert_allclose(mine, theirs)
