@@ -78,6 +78,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         Raises:
             InputError: as without; segments beside a cache, or a model that has none.
         """
+        self.check_turn()
         if cache is None:
             return super().forward(tokens, segments, return_type=return_type)
         check_return_type(return_type)

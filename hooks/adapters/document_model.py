@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from threading import RLock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,6 +45,10 @@ class Part:
         return self.whole and (site != "P" or self.index.shape[1] == self.length)
 
 
+_TURNS: WeakKeyDictionary[DocumentModel, RLock] = WeakKeyDictionary()
+"""Threads run a model one after another."""
+
+
 class DocumentModel(InstrumentedModel):
     """`part` is the batch of documents at work, None where the model is run past `__call__`."""
 
@@ -63,8 +69,13 @@ class DocumentModel(InstrumentedModel):
             InputError: ids outside the vocabulary, shapes that disagree, a document longer than the model's context.
             PlanError: the model left its plan, where someone observes.
         """
+        self.check_turn()
         check_return_type(return_type)
         self._check(tokens, segments)
+        with _TURNS.setdefault(self, RLock()):  # `part` is of one forward
+            return self._run(tokens, segments, return_type)
+
+    def _run(self, tokens: Tensor, segments: Tensor | None, return_type: str) -> Tensor | None:
         logits = None
         for part in _parts(tokens, segments):
             self.part = part

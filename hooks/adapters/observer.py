@@ -174,6 +174,7 @@ class StepObserver:
     def _begin(self, _: Any, args: tuple, kwargs: dict) -> None:
         if recomputing():
             return
+        self.adapted.check_turn()
         # Afresh: the last forward may have ended in an error.
         self.clock, self.step = VisitClock(self.adapted.plan, self.adapted.anatomy.ragged), None
         self._routed.clear()

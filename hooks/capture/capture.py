@@ -120,12 +120,12 @@ def capture(model: InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured
 
     Raises:
         PlanError: the model leaves its plan.
-        InputError: an unknown site, or one that the model doesn't have.
+        InputError: an unknown site, or one that the model doesn't have; another thread is inside a capture of this model.
     """
     keep_freed_memory()
     check_model(model)
     captured = Captured(model.plan, model.check_sites(sites), model.absent_steps(), model.config)
-    with model.observing(captured):
+    with model.claimed(), model.observing(captured):
         yield captured
 
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import wraps
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 
 from visitlens.errors import InputError
@@ -93,6 +95,9 @@ class ModelConfig(Sizes, Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+_CLAIMING = Lock()
+
+
 def check_model(model: Any) -> None:
     """Raises InputError: neither the native model nor one that is read by steps and sites, or one without weights."""
     if not isinstance(model, InstrumentedModel):
@@ -133,6 +138,9 @@ class InstrumentedModel(ABC):
     loop_scales: tuple[str, ...] = ("kept",)
     """What `with_loop_count` can do to the scale of the writes in the loop."""
     followed: int = 0
+    owner: int | None = None
+    """The thread that observes or changes it, while one does."""
+    claims: int = 0
     """How many `following` are at work."""
 
     @abstractmethod
@@ -162,12 +170,37 @@ class InstrumentedModel(ABC):
         )
 
     @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Inside, the model is this thread's: hooks act on whichever forward runs, so that of another thread is refused.
+
+        Raises:
+            InputError: another thread has it.
+        """
+        with _CLAIMING:
+            self.check_turn()
+            self.owner, self.claims = get_ident(), self.claims + 1
+        try:
+            yield
+        finally:
+            with _CLAIMING:
+                self.claims -= 1
+                self.owner = self.owner if self.claims else None
+
+    def check_turn(self) -> None:
+        """Raises InputError: another thread is inside a capture or an intervention of this model."""
+        if self.owner not in (None, get_ident()):
+            raise InputError(
+                "another thread is inside a capture or an intervention of this model, which would act on this forward too: wait for it, "
+                "or give each thread a model of its own"
+            )
+
+    @contextmanager
     def following(self, follow: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
         """Inside, calls of the methods named (`forward`; `run_steps`, where there is one) are calls of what `follow` makes of
         them. One inside another comes first."""
         own = {name: vars(self).get(name) for name in follow if hasattr(self, name)}
         for name in own:
-            setattr(self, name, follow[name](getattr(self, name)))
+            setattr(self, name, self._in_turn(follow[name](getattr(self, name))))
         self.followed += 1
         try:
             yield
@@ -178,6 +211,14 @@ class InstrumentedModel(ABC):
                     delattr(self, name)
                 else:
                     setattr(self, name, held)
+
+    def _in_turn(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.check_turn()
+            return method(*args, **kwargs)
+
+        return called
 
     def with_loop_count(self, visits: int, residual_scale: str | None = None) -> InstrumentedModel:
         """The same model with its loops run `visits` times.

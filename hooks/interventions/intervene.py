@@ -92,7 +92,8 @@ def intervene(
         must_match: whether an intervention that chose no token or expert in any forward is an error.
 
     Raises:
-        InputError: a place that the model doesn't have; on leaving, an intervention that matched nothing.
+        InputError: a place that the model doesn't have; another thread is inside a capture or an intervention of this model; on
+            leaving, an intervention that matched nothing.
     """
     check_model(model)
     chain = flatten(interventions)
@@ -101,7 +102,7 @@ def intervene(
         return
     session = _Session(model, fitted(chain, model), earlier, prompt)
     follow = {"forward": session.follow, "run_steps": session.follow_steps}
-    with model.changing(session.places, session.change), model.following(follow):
+    with model.claimed(), model.changing(session.places, session.change), model.following(follow):
         yield
     if must_match:
         session.check_matched()

@@ -33,6 +33,7 @@ class HookedModel(NamedHooks, InstrumentedModel):
 
         def begin(embedded: Tensor, hook: Any) -> None:
             nonlocal clock
+            self.check_turn()
             clock = VisitClock(captured.plan)  # the last forward may have ended in an error
             captured.begin(embedded.shape[0], embedded.shape[1], embedded)
 

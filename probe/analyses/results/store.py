@@ -77,7 +77,11 @@ class DyckStudy:
         found = {name: grouped.stat(**about_stat(self.about)) for name, grouped in self.grouped_scores.items()}
         for name in [name for name in found if name.endswith("nll")]:
             perplexity = replace(
-                found[name].measure, name=name.replace("nll", "perplexity"), title="Perplexity", unit="ratio"
+                found[name].measure,
+                name=name.replace("nll", "perplexity"),
+                title="Perplexity",
+                unit="ratio",
+                definition=f"exp of: {found[name].measure.definition}",
             )
             found[perplexity.name] = found[name].combine(1.0, lambda nats, one: np.exp(nats) * one, perplexity)
         return found
