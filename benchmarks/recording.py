@@ -30,7 +30,8 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.documents import PackedTokens, pack
-from visitlens.probe.jobs.prepared_run import RunRequest, pack_text
+from visitlens.probe.jobs.prepared_run import pack_text
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.model.bundled import PAIR, SAMPLE
@@ -69,7 +70,7 @@ def main(
 
 def _ratios(checkpoint: Path, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     model = load_model(checkpoint)
-    request = RunRequest(checkpoint=checkpoint, text=SAMPLE, out=Path("unused"), max_tokens=tokens)
+    request = RunRequest.of(checkpoint, SAMPLE, "unused", max_tokens=tokens)
     contexts, _ = pack_text(request, model.config)
     names = list(_collector(model, contexts).measures)
     without_rows = [name for name in names if name not in ATTENTION]

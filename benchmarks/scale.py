@@ -24,9 +24,9 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.hooks.text.documents import read_documents
-from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+from visitlens.probe.jobs.prepared_run import PreparedRun
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.model.bundled import PAIR, SAMPLE
 
 OPEN = "import sys, time, json\nt = time.perf_counter(); c = time.process_time()\nimport visitlens\n"
@@ -78,12 +78,12 @@ def _record(folder: Path, tokens: int, workers: int, shard_tokens: int) -> dict[
             for document in sample:
                 file.write(json.dumps({"text": document}) + "\n")
                 size += len(document.encode())
-    options = RecordingOptions(level="tokens", shard_tokens=shard_tokens)
-    request = RunRequest(
-        checkpoint=PAIR["looped"],
-        text=text,
-        out=folder / "r.vlens",
-        options=options,
+    request = RunRequest.of(
+        PAIR["looped"],
+        text,
+        folder / "r.vlens",
+        level="tokens",
+        shard_tokens=shard_tokens,
         max_tokens=tokens,
         workers=workers,
     )

@@ -10,14 +10,11 @@ from typing import Annotated
 import typer
 
 from visitlens.app.terminal.console import comma_separated, loading, progress_shown
-from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.option_groups import ReadOptions, choice, grouped
 from visitlens.errors import InputError
+from visitlens.probe.analyses.results.modes import MODES
 
-
-class Mode(StrEnum):
-    zero = "zero"
-    mean = "mean"
-    resample = "resample"
+Mode = choice("Mode", MODES)
 
 
 class Style(StrEnum):
@@ -25,6 +22,7 @@ class Style(StrEnum):
     drawn = "drawn"
 
 
+@grouped
 def ablate(
     recording: Annotated[Path, typer.Argument(help="Recording of the model; the result is kept in it.")],
     model: Annotated[str, typer.Option("--model", "-m", help="The checkpoint that was recorded: folder or hub name.")],
@@ -48,11 +46,7 @@ def ablate(
     seed: Annotated[int, typer.Option(help="Of the prompts and of resampling.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
     layers: Annotated[str, typer.Option(help="Comma-separated; those of the loop by default.")] = "",
-    steps: Steps = None,
-    state_seed: StateSeed = None,
-    trust_remote_code: TrustRemoteCode = False,
-    family: FamilyName = "",
-    tie_copies: TieCopies = False,
+    read: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
     again: Annotated[bool, typer.Option("--again", help="Compute anew what is there already.")] = False,
 ) -> None:
     """Ablate every head of the looped block, one at a time, and keep the result in the recording.
@@ -94,7 +88,7 @@ def ablate(
         seed=seed,
         device=device,
         layers=_layers(layers),
-        model_options=model_options(steps, state_seed, trust_remote_code, family, tie_copies),
+        model_options=read.given(),
         replace=again,
     )
     request, note = with_metric(request)

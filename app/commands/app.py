@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from visitlens.app.terminal.console import console, plain
-from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.option_groups import ReadOptions, grouped
 from visitlens.errors import InputError, UnavailableError
 
 
+@grouped
 def app(
     recordings: Annotated[
         list[str] | None, typer.Argument(help="Recordings, folders of them, or a grid folder; s3://... too.")
@@ -19,11 +20,7 @@ def app(
     model: Annotated[
         str, typer.Option(help="Checkpoint folder or hub name: for the live probe, and for token text.")
     ] = "",
-    steps: Steps = None,
-    state_seed: StateSeed = None,
-    trust_remote_code: TrustRemoteCode = False,
-    family: FamilyName = "",
-    tie_copies: TieCopies = False,
+    read: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8050,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another than this machine's own needs --token.")
@@ -49,7 +46,7 @@ def app(
     from visitlens.app.view.registry import Registry
     from visitlens.app.view.view import Context, checkpoint_folder
 
-    options = model_options(steps, state_seed, trust_remote_code, family, tie_copies)
+    options = read.given()
     if options and not model:
         raise InputError(f"--{next(iter(options)).replace('_', '-')} says how a model is read: give --model too")
     checkpoint = checkpoint_folder(model) if model else None

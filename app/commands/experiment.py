@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.terminal.console import comma_separated, loading, progress_shown, warnings_once
-from visitlens.app.terminal.model_options import FamilyName, StateSeed, Steps, TieCopies, TrustRemoteCode, model_options
+from visitlens.app.terminal.option_groups import DeviceOptions, ReadOptions, grouped
 from visitlens.errors import InputError
 
 
+@grouped
 def experiment(
     name: Annotated[str, typer.Argument(help="Which experiment; see --list.")] = "",
     model: Annotated[
@@ -30,13 +31,8 @@ def experiment(
     set_: Annotated[list[str] | None, typer.Option("--set", help="An option of the experiment, as name=value.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the JSON to this file.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...")] = "cpu",
-    steps: Steps = None,
-    state_seed: StateSeed = None,
-    trust_remote_code: TrustRemoteCode = False,
-    family: FamilyName = "",
-    tie_copies: TieCopies = False,
+    run_on: DeviceOptions = DeviceOptions(),  # noqa: B008 (frozen)
+    read: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
     list_: Annotated[bool, typer.Option("--list", help="List the experiments and their options.")] = False,
 ) -> None:
     """Intervene on a model: what each part of each visit is worth."""
@@ -66,7 +62,7 @@ def experiment(
         raise InputError(f"expected --dyck 1 or more prompts, got {dyck}")
     chosen = dict(_option(name, text) for text in set_ or [])
     with loading("the model"):
-        loaded = load(folder, dtype, device, **model_options(steps, state_seed, trust_remote_code, family, tie_copies))
+        loaded = load(folder, run_on.dtype, run_on.device, **read.given())
         if dyck:
             sample = loaded.dyck(dyck, [_value(part) for part in comma_separated(shots)])
         elif task:

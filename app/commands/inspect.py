@@ -8,28 +8,17 @@ from typing import Annotated, Any
 import typer
 
 from visitlens.app.terminal.console import loading
-from visitlens.app.terminal.model_options import (
-    FamilyName,
-    LeadingToken,
-    StateSeed,
-    Steps,
-    TieCopies,
-    TrustRemoteCode,
-    model_options,
-)
+from visitlens.app.terminal.option_groups import ReadOptions, grouped
 
 
+@grouped
 def inspect(
     model: Annotated[str, typer.Argument(help="Checkpoint folder (native or transformers), or a hub name.")],
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON on stdout.")] = False,
     tokens: Annotated[int, typer.Option(help="Length of the random token sequence that is run.", min=8)] = 24,
     checks: Annotated[bool, typer.Option(help="Run the guards: about ten short forwards.")] = True,
-    steps: Steps = None,
-    state_seed: StateSeed = None,
-    trust_remote_code: TrustRemoteCode = False,
-    family: FamilyName = "",
-    tie_copies: TieCopies = False,
-    bos: LeadingToken = "",
+    read: ReadOptions = ReadOptions(),  # noqa: B008 (frozen)
+    bos: Annotated[str, typer.Option(help="The token that leads a text: none, an id, or a token by name.")] = "",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
 ) -> None:
     """Say how a model runs its layers (the step ledger), what its visits share, and whether it can be recorded."""
@@ -45,7 +34,7 @@ def inspect(
             checks=checks,
             dtype=dtype,
             bos=bos or None,
-            **model_options(steps, state_seed, trust_remote_code, family, tie_copies),
+            **read.given(),
         )
     typer.echo(json.dumps(found, indent=1) if as_json else _text(found))
 

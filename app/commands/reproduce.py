@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from visitlens.app.terminal.console import Theme, comma_separated, console, plain, progress_shown, warnings_once
-from visitlens.app.terminal.model_options import TrustRemoteCode
+from visitlens.app.terminal.option_groups import TrustRemoteCode
 from visitlens.errors import InputError
 
 

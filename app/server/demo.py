@@ -55,15 +55,15 @@ def _ablate(recording: Path) -> None:
 
 
 def _record(side: str, out: Path) -> None:
-    from visitlens.hooks.recording.write.record import RecordingOptions
-    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun
+    from visitlens.probe.jobs.request import RunRequest
 
     maps = side == "maps"
-    request = RunRequest(
-        checkpoint=PAIR["looped" if maps else side],
-        text=SAMPLE,
-        out=out,
-        options=RecordingOptions(level="maps" if maps else "tokens"),
+    request = RunRequest.of(
+        PAIR["looped" if maps else side],
+        SAMPLE,
+        out,
+        level="maps" if maps else "tokens",
         max_tokens=MAP_TOKENS if maps else TOKENS,
         context_length=MAP_CONTEXT if maps else None,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ import torch
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.audit.guards import conditions, rows_of_length, sample_tokens
-from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel, ModelConfig, ModelFacts
 from visitlens.hooks.loading.load_model import code_sha256, load_model, model_type, resolve, weights_sha256
@@ -32,86 +31,19 @@ from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.store.commit import readable_bytes
 from visitlens.hooks.recording.store.object_store import is_url
 from visitlens.hooks.recording.write import record as recorder
-from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token
+from visitlens.hooks.recording.write.record import bytes_per_token
 from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.documents import PackedTokens, pack, read_documents
 from visitlens.hooks.text.encoder import Documents, TextEncoder
 from visitlens.probe.jobs.continue_prompts import continue_prompts
 from visitlens.probe.jobs.document_groups import begun_groups, begun_in_other_groups, most_groups
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 _LONG = 2048
 _NARROW = 512  # below this width one thread is faster than several
-ENGINES = ("process", "ray")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What to record and how. `context_length=None` is the model's (at most 2048 of a transformers model); `max_tokens`
-    ends after the context it falls in.
-
-    `generate` makes each document a prompt that the model continues by so many tokens at most, greedily at `temperature` 0, else
-    drawn with `temperature`, `top_p` and `seed` (`visitlens.hooks.capture.sampling.Sampling`); `checks` runs the guards of an
-    adapted model before it is recorded. `workers` processes (or, with `engine="ray"`, tasks at a time on the cluster at `ray_address`) record shards side by
-    side. `synthetic` says in words that weights or text aren't real; it stays with the recording as a warning.
-    """
-
-    checkpoint: Path
-    text: Path
-    out: Path
-    options: RecordingOptions = field(default_factory=RecordingOptions)
-    dtype: str = "float32"
-    device: str = "cpu"
-    context_length: int | None = None
-    max_tokens: int | None = None
-    measures: tuple[str, ...] | None = None
-    attention: str = "auto"
-    threads: int | None = None
-    model_options: Mapping[str, Any] = field(default_factory=dict)
-    """For models other than the native one: `trust_remote_code`, and what its adapter takes, such as `steps`."""
-    workers: int = 1
-    engine: str = "process"
-    ray_address: str | None = None
-    synthetic: str = ""
-    bos: str | int | None = None
-    """The token that leads a document: an id, a name or "none"; None: what configuration and tokenizer say (`TextEncoder`)."""
-    special_as_text: bool = False
-    """Whether special tokens written out in the text (`<eos>`) are taken as text."""
-    by_line: bool = False
-    """Whether each line of a .txt or .md file is a document (with `generate`: a prompt) of its own."""
-    url: str | None = None
-    """The recording's place in an object store (`s3://bucket/run.vlens`); `out` is a scratch folder then."""
-    generate: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    checks: bool = True
-    mesh: DeviceMesh | None = None
-    """Of `torchrun`'s processes, over which the native model's experts are spread: `visitlens.probe.jobs.torchrun`."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise InputError(f"expected at least one worker, got {self.workers}")
-        if self.generate < 0:
-            raise InputError(f"expected a number of tokens to generate, got {self.generate}")
-        if self.sampling != GREEDY and not (self.generate and self.temperature):
-            raise InputError(
-                "a temperature, top_p or seed is of sampling: say how many tokens to generate, and give a temperature above 0"
-            )
-        if self.engine not in ENGINES:
-            raise InputError(f"expected an engine among {', '.join(ENGINES)}, got {self.engine!r}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype!r}")
-
-    @property
-    def sampling(self) -> Sampling:
-        """How generated tokens are chosen."""
-        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 @dataclass(frozen=True)
@@ -152,11 +84,11 @@ class PreparedRun:
         geometry = Geometry.of(self.planned.plan, config.to_dict())
         written = contexts.generated is not None
         one_group = StatisticsCollector(geometry, 1, request.measures, written=written)
-        options = request.options.settled(begun_groups(request.out) or most_groups(one_group.bytes_per_group))
-        self.request = request = replace(request, options=options)
+        options = request.keep.settled(begun_groups(request.out) or most_groups(one_group.bytes_per_group))
+        self.request = request = replace(request, keep=options)
         groups = int(contexts.document_groups(options.group_count).max()) + 1
         self.statistics = StatisticsCollector(geometry, groups, request.measures, written=written)
-        self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.options)
+        self.bytes_per_token = bytes_per_token(self.planned, self.statistics, request.keep)
         self.bytes_needed = self.bytes_per_token * contexts.num_tokens
 
     @cached_property
@@ -164,8 +96,10 @@ class PreparedRun:
         """The loaded model."""
         request = self.request
         if request.mesh is not None:
-            return load_native(resolve(request.checkpoint), request.dtype, request.device, request.mesh)
-        return load_model(request.checkpoint, request.dtype, request.device, **request.model_options)
+            return load_native(
+                resolve(request.model.checkpoint), request.model.dtype, request.model.device, request.mesh
+            )
+        return load_model(request.model.checkpoint, request.model.dtype, request.model.device, **request.model.options)
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -175,15 +109,17 @@ class PreparedRun:
     def _continued(self, documents: Documents) -> tuple[PackedTokens, int]:
         """The text's documents as prompts, continued by the model."""
         request, config = self.request, self.planned.config
+        asked = request.generate
+        assert asked is not None
         closed = self.encoder.eos.id is not None
         prompts = [ids[:-1] if closed else ids for ids in documents.ids]
         length = config.context_length
-        if request.context_length is not None:
-            length = min(length, request.context_length)
+        if request.text.context_length is not None:
+            length = min(length, request.text.context_length)
         packed = continue_prompts(
-            self.model, prompts, request.generate, length, check=request.checks, sampling=request.sampling
+            self.model, prompts, asked.new_tokens, length, check=request.checks, sampling=asked.sampling
         )
-        chosen = packed if request.max_tokens is None else packed.first_contexts(request.max_tokens)
+        chosen = packed if request.text.max_tokens is None else packed.first_contexts(request.text.max_tokens)
         return chosen, packed.num_tokens
 
     @cached_property
@@ -209,11 +145,11 @@ class PreparedRun:
 
     def _plan(self) -> PlannedModel:
         """A native model's from its configuration; another's from the model itself, which must be loaded to be known."""
-        folder = resolve(self.request.checkpoint)
-        if model_type(folder) is None and not self.request.model_options:
+        folder = resolve(self.request.model.checkpoint)
+        if model_type(folder) is None and not self.request.model.options:
             config = load_config(folder)
-            return PlannedModel(config, config.loop_spec.plan(), DTYPES[self.request.dtype])
-        return PlannedModel(self.model.config, self.model.plan, DTYPES[self.request.dtype])
+            return PlannedModel(config, config.loop_spec.plan(), DTYPES[self.request.model.dtype])
+        return PlannedModel(self.model.config, self.model.plan, DTYPES[self.request.model.dtype])
 
     def __str__(self) -> str:
         """What will be written."""
@@ -225,7 +161,7 @@ class PreparedRun:
         return f"{of}; writes {size} to {self.request.url or self.request.out}"
 
     def __repr__(self) -> str:
-        return f"PreparedRun({self}, level {self.request.options.level})"
+        return f"PreparedRun({self}, level {self.request.keep.level})"
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -252,7 +188,7 @@ class PreparedRun:
                     self.contexts,
                     request.out,
                     self.statistics,
-                    request.options,
+                    request.keep,
                     provenance=self.provenance,
                     attention_implementation=request.attention,
                     on_progress=on_progress,
@@ -262,15 +198,13 @@ class PreparedRun:
 
     def describe(self) -> dict[str, Any]:
         """The run's description, as every file of it carries."""
-        return recorder.describe_run(
-            self.planned, self.contexts, self.statistics, self.request.options, self.provenance
-        )
+        return recorder.describe_run(self.planned, self.contexts, self.statistics, self.request.keep, self.provenance)
 
     def shard_writer(self) -> ShardWriter:
         """What computes and commits shards in this process."""
         request = self.request
         return ShardWriter(
-            self.model, self.contexts, request.out, self.statistics, request.options, request.attention, request.url
+            self.model, self.contexts, request.out, self.statistics, request.keep, request.attention, request.url
         )
 
 
@@ -286,7 +220,7 @@ def record(
     """Records a model over text, as `visitlens record` does, and opens the recording; `prepare_recording` says before how
     large it will be.
 
-    `changes` are further fields of `RunRequest` or of its `RecordingOptions`, for example `max_tokens=10_000`, `dtype="bfloat16"`,
+    `changes` are further options of `RunRequest.of`, for example `max_tokens=10_000`, `dtype="bfloat16"`,
     `workers=4` or `batch=8`.
 
     Raises:
@@ -313,25 +247,18 @@ def prepare_recording(
         raise InputError(
             f"{out}: expected a folder; `visitlens record` writes into object stores, and `visitlens.open` reads there"
         )
-    kept = {f.name for f in fields(RecordingOptions)}
-    options = RecordingOptions(level=level, sites=tuple(sites), **{n: v for n, v in changes.items() if n in kept})
-    changes = {name: value for name, value in changes.items() if name not in kept}
-    if unknown := [name for name in changes if name not in {f.name for f in fields(RunRequest)}]:
-        known = sorted(kept | {f.name for f in fields(RunRequest)} - {"options"})
-        raise InputError(f"no option {unknown[0]!r}; there are {', '.join(known)}")
-    request = RunRequest(checkpoint=Path(checkpoint), text=Path(text), out=Path(out), options=options, **changes)
-    return PreparedRun(request)
+    return PreparedRun(RunRequest.of(checkpoint, text, out, level=level, sites=tuple(sites), **changes))
 
 
 def encoder_of(request: RunRequest, config: ModelConfig) -> TextEncoder:
     """What makes token ids of a request's text."""
-    tokenizer = load_tokenizer(resolve(request.checkpoint))
-    return TextEncoder.of(tokenizer, config, bos=request.bos, special_as_text=request.special_as_text)
+    tokenizer = load_tokenizer(resolve(request.model.checkpoint))
+    return TextEncoder.of(tokenizer, config, bos=request.text.bos, special_as_text=request.text.special_as_text)
 
 
 def encoded_text(request: RunRequest, encoder: TextEncoder) -> Documents:
     """The documents of a request's text as token ids."""
-    return encoder.documents([d.text for d in read_documents(request.text, by_line=request.by_line)])
+    return encoder.documents([d.text for d in read_documents(request.text.path, by_line=request.text.by_line)])
 
 
 def pack_text(request: RunRequest, config: ModelConfig) -> tuple[PackedTokens, int]:
@@ -344,19 +271,21 @@ def packed_text(
     request: RunRequest, config: ModelConfig, documents: Sequence[np.ndarray], encoder: TextEncoder
 ) -> tuple[PackedTokens, int]:
     """`pack_text` of documents that are token ids already."""
-    length = request.context_length
+    length = request.text.context_length
     if length is None:  # models of transformers claim contexts of 100,000 tokens and more
         length = min(config.context_length, _LONG) if isinstance(config, ModelFacts) else config.context_length
     packed = pack(documents, length, encoder.bos.id, encoder.pad, near_copies=True)
     if begun_in_other_groups(request.out, packed):
         packed = pack(documents, length, encoder.bos.id, encoder.pad)
-    return packed if request.max_tokens is None else packed.first_contexts(request.max_tokens), packed.num_tokens
+    return packed if request.text.max_tokens is None else packed.first_contexts(
+        request.text.max_tokens
+    ), packed.num_tokens
 
 
 def _one_prompt(request: RunRequest) -> list[str]:
     """Says so where a text file of several lines is one prompt."""
-    file = request.text
-    if request.by_line or file.suffix not in (".txt", ".md") or not file.is_file():
+    file = request.text.path
+    if request.text.by_line or file.suffix not in (".txt", ".md") or not file.is_file():
         return []
     with file.open(encoding="utf-8") as lines:
         several = sum(1 for line in lines if line.strip()) > 1
@@ -365,18 +294,23 @@ def _one_prompt(request: RunRequest) -> list[str]:
 
 def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Where a recording comes from: hashes, versions, command, and what to be warned of."""
+    asked = request.generate
     packages = ("visitlens", "torch", "transformers", "transformer-lens", "h5py", "numpy", "tokenizers")
     return {
-        "checkpoint": request.checkpoint.resolve().name,
-        "weights_sha256": weights_sha256(request.checkpoint),
-        **({"code_sha256": code} if (code := code_sha256(request.checkpoint)) else {}),
-        "tokenizer_sha256": sha256_of(resolve(request.checkpoint) / "tokenizer.json"),
+        "checkpoint": request.model.checkpoint.resolve().name,
+        "weights_sha256": weights_sha256(request.model.checkpoint),
+        **({"code_sha256": code} if (code := code_sha256(request.model.checkpoint)) else {}),
+        "tokenizer_sha256": sha256_of(resolve(request.model.checkpoint) / "tokenizer.json"),
         "text": request.text.name,
-        "device": request.device if request.mesh is None else f"{request.mesh.size()} x {request.device.split(':')[0]}",
+        "device": request.model.device
+        if request.mesh is None
+        else f"{request.mesh.size()} x {request.model.device.split(':')[0]}",
         "threads": torch.get_num_threads(),
-        "seed": request.seed if request.temperature else None,  # recording itself draws nothing at random
-        **({"model_options": dict(request.model_options)} if request.model_options else {}),
-        **({"generation": {"new_tokens": request.generate, **request.sampling.to_dict()}} if request.generate else {}),
+        "seed": asked.sampling.seed
+        if asked and asked.sampling.temperature
+        else None,  # recording itself draws nothing at random
+        **({"model_options": dict(request.model.options)} if request.model.options else {}),
+        **({"generation": {"new_tokens": asked.new_tokens, **asked.sampling.to_dict()}} if asked else {}),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "platform": platform.platform(),

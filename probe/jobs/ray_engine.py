@@ -23,14 +23,15 @@ from visitlens.hooks.recording.write.shard_writer import ShardWriter
 from visitlens.hooks.text.packed_tokens import PackedTokens
 
 if TYPE_CHECKING:
-    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun
+    from visitlens.probe.jobs.request import RunRequest
 
 MAX_RETRIES = 3
 
 
 def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]) -> None:
     """Records by at most `request.workers` tasks at a time on the cluster at `request.ray_address` (None: one on this
-    machine, ended afterwards), each with one GPU where `request.device` is one.
+    machine, ended afterwards), each with one GPU where `request.model.device` is one.
 
     Raises:
         UnavailableError: Ray isn't installed.
@@ -43,17 +44,20 @@ def record_on_ray(prepared: PreparedRun, on_progress: Callable[[int, int], None]
         raise UnavailableError("--engine ray needs Ray: pip install 'visitlens[ray]'") from error
     request, per_token, total = prepared.request, prepared.bytes_per_token, prepared.contexts.num_tokens
     request = replace(
-        request, out=request.out.absolute(), checkpoint=request.checkpoint.absolute(), threads=request.threads or 1
+        request,
+        out=request.out.absolute(),
+        model=replace(request.model, checkpoint=request.model.checkpoint.absolute()),
+        threads=request.threads or 1,
     )
     started = not ray.is_initialized()
     if started:
         ray.init(address=request.ray_address, log_to_driver=False, include_dashboard=False, configure_logging=False)
     try:
-        gpus = 1 if request.device.startswith("cuda") else 0
+        gpus = 1 if request.model.device.startswith("cuda") else 0
         remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=MAX_RETRIES)(write_shard)
-        state = (request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token, request.url)
+        state = (request.out, prepared.describe(), prepared.contexts, request.keep.batch, per_token, request.url)
         with open_ledger(*state, scattered=True) as ledger:
-            tasks = ledger.tasks(tokens_per_shard(request.options, per_token), request.workers)
+            tasks = ledger.tasks(tokens_per_shard(request.keep, per_token), request.workers)
             shared = ray.put((request, prepared.contexts, ledger.run))
             running: list[Any] = []
             on_progress(ledger.tokens, total)

@@ -11,11 +11,10 @@ from visitlens.errors import InputError
 from visitlens.hooks.capture.sampling import GREEDY, Sampling
 from visitlens.hooks.models.checkpoint import DTYPES
 from visitlens.hooks.recording.write.record import RecordingOptions
+from visitlens.probe.jobs.engines import ENGINES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-ENGINES = ("process", "ray")
 
 
 @dataclass(frozen=True, kw_only=True)

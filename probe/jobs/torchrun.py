@@ -19,7 +19,7 @@ from visitlens.errors import InputError, VisitlensError
 from visitlens.hooks.loading.load_model import model_type, resolve
 from visitlens.hooks.models.checkpoint import load_model
 from visitlens.hooks.models.expert_parallel import PeerError, follow
-from visitlens.probe.jobs.prepared_run import RunRequest
+from visitlens.probe.jobs.request import RunRequest
 
 _PATIENCE = timedelta(hours=6)  # the other ranks wait while rank 0 packs text, computes statistics and writes
 _WHY = "visitlens/why"
@@ -40,7 +40,7 @@ def ranks(request: RunRequest) -> Iterator[RunRequest | None]:
         return
     if os.environ["RANK"] == "0":
         _check(request)
-    device = request.device
+    device = request.model.device
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
@@ -49,7 +49,7 @@ def ranks(request: RunRequest) -> Iterator[RunRequest | None]:
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
     try:
         mesh = init_device_mesh(device.split(":")[0], (world,))
-        request = replace(request, device=device, mesh=mesh, threads=request.threads or 1)
+        request = replace(request, model=replace(request.model, device=device), mesh=mesh, threads=request.threads or 1)
         if rank == 0:
             with _said_by_others(store):
                 yield request
@@ -65,8 +65,10 @@ def _check(request: RunRequest) -> None:
         raise InputError("torchrun spreads one model over its processes: leave out --workers and --engine")
     if request.generate:
         raise InputError("torchrun records text that is there: --generate runs in one process")
-    if model_type(resolve(request.checkpoint)) is not None:
-        raise InputError(f"{request.checkpoint}: torchrun spreads the native model's experts, no model of transformers")
+    if model_type(resolve(request.model.checkpoint)) is not None:
+        raise InputError(
+            f"{request.model.checkpoint}: torchrun spreads the native model's experts, no model of transformers"
+        )
 
 
 @contextmanager
@@ -91,7 +93,10 @@ def _serve(request: RunRequest, store: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it and says when to stop
     try:
         torch.set_num_threads(request.threads or 1)
-        follow(load_model(resolve(request.checkpoint), request.dtype, request.device, request.mesh), request.device)
+        follow(
+            load_model(resolve(request.model.checkpoint), request.model.dtype, request.model.device, request.mesh),
+            request.model.device,
+        )
     except (VisitlensError, RuntimeError, MemoryError) as error:
         if not isinstance(error, PeerError):
             store.set(_WHY, f"rank {distributed.get_rank()}: {error}")

@@ -25,7 +25,8 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.jobs.processes import context, orphaned
 
 if TYPE_CHECKING:
-    from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+    from visitlens.probe.jobs.prepared_run import PreparedRun
+    from visitlens.probe.jobs.request import RunRequest
 
 MAX_ATTEMPTS = 3
 
@@ -37,9 +38,9 @@ def record_with_workers(prepared: PreparedRun, on_progress: Callable[[int, int],
         RecordingError, StorageError: as `recorder.record`; a worker's own error; a task whose workers died three times.
     """
     request, per_token = prepared.request, prepared.bytes_per_token
-    state = (request.out, prepared.describe(), prepared.contexts, request.options.batch, per_token, request.url)
+    state = (request.out, prepared.describe(), prepared.contexts, request.keep.batch, per_token, request.url)
     with open_ledger(*state) as ledger:
-        tasks = list(ledger.tasks(tokens_per_shard(request.options, per_token), request.workers))
+        tasks = list(ledger.tasks(tokens_per_shard(request.keep, per_token), request.workers))
         crew = _Crew(prepared, ledger, tasks, on_progress)
         try:
             with interrupt_between_contexts() as interrupted:

@@ -212,19 +212,18 @@ def _work(job: Job, progress: Queue[tuple[str, int, int]]) -> tuple[float, str, 
     began = time.process_time()
     try:
         from visitlens.hooks.loading.load_model import model_type, resolve
-        from visitlens.hooks.recording.write.record import RecordingOptions
         from visitlens.probe.analyses.ablation.ablate_recording import AblationRequest, ablate_recording, with_metric
         from visitlens.probe.analyses.ablation.dyck_study import DyckSettings
-        from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+        from visitlens.probe.jobs.prepared_run import PreparedRun
+        from visitlens.probe.jobs.request import RunRequest
 
-        options = RecordingOptions(level="tokens")
         native = model_type(resolve(job.checkpoint)) is None
         how = {"trust_remote_code": True} if job.trust_remote_code and not native else {}
-        run = RunRequest(
-            checkpoint=job.checkpoint,
-            text=job.text,
-            out=job.recording,
-            options=options,
+        run = RunRequest.of(
+            job.checkpoint,
+            job.text,
+            job.recording,
+            level="tokens",
             max_tokens=job.max_tokens,
             threads=1,
             model_options=how,

@@ -21,7 +21,6 @@ from visitlens.hooks.recording.format import schema
 from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.probe.analyses.ablation.dyck_study import DyckSettings, dyck_task, study_head
 from visitlens.probe.analyses.ablation.heads import (
-    MODES,
     AblationSums,
     Metric,
     Task,
@@ -32,8 +31,10 @@ from visitlens.probe.analyses.ablation.heads import (
 )
 from visitlens.probe.analyses.results import store as analyses
 from visitlens.probe.analyses.results.head_ablation import HeadAblation
+from visitlens.probe.analyses.results.modes import MODES
 from visitlens.probe.jobs.as_recorded import as_recorded, recorded_bos
-from visitlens.probe.jobs.prepared_run import RunRequest, encoded_text, packed_text
+from visitlens.probe.jobs.prepared_run import encoded_text, packed_text
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.measures.grouped import Grouped
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
@@ -161,9 +162,7 @@ def _read(request: AblationRequest, encoder: TextEncoder, config: Any) -> Task:
     if request.metric == "text":
         if request.text is None:
             raise InputError("the metric text needs text: give --text")
-        text = RunRequest(
-            checkpoint=request.checkpoint, text=request.text, out=request.recording, max_tokens=request.max_tokens
-        )
+        text = RunRequest.of(request.checkpoint, request.text, request.recording, max_tokens=request.max_tokens)
         return text_task(packed_text(text, config, encoded_text(text, encoder).ids, encoder)[0])
     assert request.task is not None  # `ablate_recording` has refused it
     examples = read_task(request.task)

@@ -28,13 +28,13 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervene import replace as put_in
 from visitlens.hooks.text.packed_tokens import PackedTokens
+from visitlens.probe.analyses.results.modes import MODES
 from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.samples.scores import check_predicts, device_of
 
 if TYPE_CHECKING:
     from visitlens.hooks.models.looped_moe import LoopedMoE
 
-MODES = ("zero", "mean", "resample")
 Metric = Callable[[Tensor, Tensor], Tensor]
 """(logits [target, vocab], true token [target]) -> a number a target, higher is worse."""
 

@@ -13,7 +13,8 @@ from visitlens.errors import InputError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.probe.jobs.document_groups import most_groups
-from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+from visitlens.probe.jobs.prepared_run import PreparedRun
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.model.bundled import PAIR
 
 
@@ -36,8 +37,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def prepared(text: Path, out: Path, options: RecordingOptions | None = None) -> PreparedRun:
-    request = RunRequest(checkpoint=PAIR["looped"], text=text, out=out, measures=("resid_rms",), threads=1)
-    return PreparedRun(request if options is None else replace(request, options=options))
+    request = RunRequest.of(PAIR["looped"], text, out, measures=("resid_rms",), threads=1)
+    return PreparedRun(request if options is None else replace(request, keep=options))
 
 
 def test_each_document_is_a_group_and_a_near_copy_that_of_the_first(text: Path, tmp_path: Path) -> None:

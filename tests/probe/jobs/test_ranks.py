@@ -29,7 +29,8 @@ from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
 from visitlens.probe.jobs import torchrun as ranks_module
-from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest
+from visitlens.probe.jobs.prepared_run import PreparedRun
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.jobs.torchrun import ranks
 from visitlens.probe.model.bundled import PAIR
 
@@ -51,7 +52,7 @@ def folder(make_model: Callable[..., LoopedMoE], tmp_path_factory: pytest.TempPa
 def request(folder: Path, out: Path, **changes: object) -> RunRequest:
     options = RecordingOptions(level="tokens", shard_tokens=100)
     fields = {"dtype": "float64", "measures": MEASURES, "threads": 1, "options": options, **changes}
-    return RunRequest(checkpoint=folder / "model", text=folder / "text.txt", out=out, **fields)
+    return RunRequest.of(folder / "model", folder / "text.txt", out, **fields)
 
 
 @pytest.fixture(scope="module")

@@ -20,19 +20,17 @@ from visitlens.errors import InputError, StorageError
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import readable_bytes
-from visitlens.hooks.recording.write.record import RecordingOptions
-from visitlens.probe.jobs.prepared_run import PreparedRun, RunRequest, prepare_recording
+from visitlens.probe.jobs.prepared_run import PreparedRun, prepare_recording
 from visitlens.probe.jobs.processes import context
+from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.model.bundled import PAIR, SAMPLE
 
 
 def request(out: Path, **changes: object) -> RunRequest:
     """About 2,000 tokens of the bundled model in contexts of 64, shards of four contexts."""
-    options = RecordingOptions(level="tokens", shard_tokens=256, batch=2)
+    kept = {"level": "tokens", "shard_tokens": 256, "batch": 2}
     fields = {"measures": ("sink_mass", "resid_rms", "expert_load"), "context_length": 64, "max_tokens": 2000}
-    return RunRequest(
-        checkpoint=PAIR["looped"], text=SAMPLE, out=out, options=options, threads=1, **{**fields, **changes}
-    )
+    return RunRequest.of(PAIR["looped"], SAMPLE, out, threads=1, **{**kept, **fields, **changes})
 
 
 def assert_same(one: Recording, two: Recording) -> None:
