@@ -35,7 +35,7 @@ def ablate(
         ),
     ] = "",
     where: Annotated[str, typer.Option(help="With a task: only examples with this label, for example `2 hops`.")] = "",
-    mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,
+    mode: Annotated[Mode, typer.Option(help="What the head's output becomes.")] = Mode.zero,  # pyright: ignore[reportInvalidTypeForm]  # made of a table
     prompts: Annotated[int, typer.Option(min=1, help="Dyck prompts.")] = 32,
     shots: Annotated[int, typer.Option(min=1, help="Demonstrations in each Dyck prompt.")] = 4,
     style: Annotated[

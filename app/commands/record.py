@@ -38,7 +38,7 @@ def record(
     out: Annotated[
         str, typer.Option("--out", "-o", help="The recording: a folder, or s3://... . An unfinished one is continued.")
     ],
-    level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,
+    level: Annotated[Level, typer.Option(help="What is kept beside the statistics.")] = Level.summary,  # pyright: ignore[reportInvalidTypeForm]  # made of a table
     sites: Annotated[str, typer.Option(help="For level activations: comma-separated, e.g. Q,K,attn_write.")] = "",
     token_range: Annotated[str, typer.Option(help="For level activations: START:STOP, in tokens.")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="Stop after the context in which this token falls.")] = None,
@@ -57,7 +57,7 @@ def record(
     reading: TextOptions = TextOptions(),  # noqa: B008 (frozen)
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for narrow models by default.")] = None,
     workers: Annotated[int, typer.Option(help="Processes (or Ray tasks) that record shards side by side.")] = 1,
-    engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,
+    engine: Annotated[Engine, typer.Option(help="process: on this machine. ray: on a Ray cluster.")] = Engine.process,  # pyright: ignore[reportInvalidTypeForm]  # made of a table
     ray_address: Annotated[str | None, typer.Option(help="The cluster, e.g. auto or ray://HOST:10001.")] = None,
     writing: GenerateOptions = GenerateOptions(),  # noqa: B008 (frozen)
     checks: Annotated[bool, typer.Option(help="Before recording, run the guards of a model of transformers.")] = True,

@@ -301,7 +301,7 @@ def provenance(request: RunRequest, warnings: Sequence[str] = ()) -> dict[str, A
         "weights_sha256": weights_sha256(request.model.checkpoint),
         **({"code_sha256": code} if (code := code_sha256(request.model.checkpoint)) else {}),
         "tokenizer_sha256": sha256_of(resolve(request.model.checkpoint) / "tokenizer.json"),
-        "text": request.text.name,
+        "text": request.text.path.name,
         "device": request.model.device
         if request.mesh is None
         else f"{request.mesh.size()} x {request.model.device.split(':')[0]}",

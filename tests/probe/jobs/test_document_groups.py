@@ -56,7 +56,7 @@ def test_a_recording_from_before_goes_on_with_its_groups(text: Path, tmp_path: P
     began["groups"] = 200
     (out / schema.MANIFEST).write_text(json.dumps({"run": began}))
     again = prepared(text, out)
-    assert again.describe()["groups"] == 200 and again.request.options.groups == 256
+    assert again.describe()["groups"] == 200 and again.request.keep.groups == 256
     (out / schema.MANIFEST).write_text('{"run": 3}')  # nothing that could be gone on with
     assert prepared(text, out).describe()["groups"] == 199
 

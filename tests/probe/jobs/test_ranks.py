@@ -26,7 +26,6 @@ from visitlens.hooks.models.expert_parallel import share
 from visitlens.hooks.models.looped_moe import LoopedMoE
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
-from visitlens.hooks.recording.write.record import RecordingOptions
 from visitlens.kernels.grouped_experts import expert_rows, grouped_experts
 from visitlens.probe.jobs import torchrun as ranks_module
 from visitlens.probe.jobs.prepared_run import PreparedRun
@@ -50,8 +49,8 @@ def folder(make_model: Callable[..., LoopedMoE], tmp_path_factory: pytest.TempPa
 
 
 def request(folder: Path, out: Path, **changes: object) -> RunRequest:
-    options = RecordingOptions(level="tokens", shard_tokens=100)
-    fields = {"dtype": "float64", "measures": MEASURES, "threads": 1, "options": options, **changes}
+    kept = {"level": "tokens", "shard_tokens": 100}
+    fields = {"dtype": "float64", "measures": MEASURES, "threads": 1, **kept, **changes}
     return RunRequest.of(folder / "model", folder / "text.txt", out, **fields)
 
 
