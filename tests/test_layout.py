@@ -22,7 +22,8 @@ FOLDERS = ("kernels", "hooks", "probe", "app")
 ROOMS = (
     ("kernels",),
     ("kernels.attention",),
-    ("hooks.core", "hooks.text", "hooks.recording.format"),
+    ("hooks.core",),
+    ("hooks.text", "hooks.recording.format"),
     ("hooks.models", "hooks.recording.store"),
     ("hooks.capture", "hooks.recording.read"),
     ("hooks.interventions", "hooks.recording.write"),

@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from visitlens.kernels.attention.rows import OverlapStatistics, RowStatistics, VisitOverlaps
+from visitlens.kernels.attention.results import OverlapStatistics, RowStatistics, VisitOverlaps
 from visitlens.kernels.segments import Segments
 
 _TOP = 8

@@ -1,1 +1,3 @@
 """Changing site values at chosen layers, visits, heads, experts and tokens."""
+
+from visitlens.hooks.interventions import do as do

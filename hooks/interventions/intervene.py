@@ -17,7 +17,6 @@ one by one there, so `mean` without `over` and `resample` take from the run with
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -70,9 +69,6 @@ __all__ = [
     "with_loop_count",
     "zero",
 ]
-
-do = sys.modules[__name__]
-"""What `visitlens.do` is: `vl.do.take("V", visit=2)`."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from visitlens.kernels.attention.numba_lanes import (
     store,
     tanh,
 )
-from visitlens.kernels.attention.rows import VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.results import VisitOverlaps, Wanted, overlap_results, row_results
 from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visitlens.kernels.attention.rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.results import TOP, VisitOverlaps, Wanted, overlap_results, row_results
 from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 

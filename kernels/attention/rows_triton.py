@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from visitlens.kernels.attention.rows import TOP, VisitOverlaps, Wanted, overlap_results, row_results
+from visitlens.kernels.attention.results import TOP, VisitOverlaps, Wanted, overlap_results, row_results
 from visitlens.kernels.attention.rule import AttentionRule
 from visitlens.kernels.segments import Segments
 

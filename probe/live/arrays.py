@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture.attention_rule import AttentionRule
-from visitlens.hooks.capture.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.capture import Captured, capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import token_shape
 from visitlens.probe.live.row_rule import RowRule

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from visitlens.errors import InputError, MemoryLimitError
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import Step, visit_choices
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.loading.load_model import code_sha256, load_model, resolve, weights_sha256

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from visitlens import plugins
 from visitlens.errors import InputError
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.probe.measures.axes import STAGES
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.phases import DECODE
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, present, stack
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 _FOLDER = "visitlens.probe.statistics"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from visitlens.hooks.recording.format.schema import TOTALS, GroupTotals
+from visitlens.hooks.recording.format.totals import TOTALS, GroupTotals
 
 PHASES = ("prefill", "decode")
 DECODE = "decode."

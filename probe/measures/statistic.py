@@ -14,7 +14,7 @@ from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.probe.measures.measure import Measure
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 @dataclass(frozen=True)

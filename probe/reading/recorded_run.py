@@ -17,7 +17,7 @@ import numpy as np
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import Step
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.plugins import is_installed
 from visitlens.probe.analyses.results import store as analyses

@@ -11,8 +11,8 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
-    from visitlens.kernels.attention.rows import OverlapStatistics
+    from visitlens.hooks.capture.step_values import StepValues
+    from visitlens.kernels.attention.results import OverlapStatistics
 
 _MEANINGS = {
     "top1_match": (

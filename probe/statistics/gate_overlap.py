@@ -11,7 +11,7 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, wide
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 class GateOverlap(Statistic):

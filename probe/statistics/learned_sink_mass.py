@@ -11,8 +11,8 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, stack
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
-    from visitlens.kernels.attention.rows import RowStatistics
+    from visitlens.hooks.capture.step_values import StepValues
+    from visitlens.kernels.attention.results import RowStatistics
 
 
 class LearnedSinkMass(Statistic):

@@ -8,7 +8,7 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import WRITES, Geometry, Statistic, TokenValues, site_rms, update_rms
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 def _norm(name: str, title: str, definition: str, paper: str, unit: str = "RMS") -> Measure:

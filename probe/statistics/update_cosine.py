@@ -9,7 +9,7 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import WRITES, Geometry, Statistic, TokenValues
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 class UpdateCosine(Statistic):

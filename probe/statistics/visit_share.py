@@ -10,7 +10,7 @@ from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, present, stack
 
 if TYPE_CHECKING:
-    from visitlens.hooks.capture.capture import StepValues
+    from visitlens.hooks.capture.step_values import StepValues
 
 
 class VisitShare(Statistic):

@@ -40,7 +40,7 @@ _EXPORTS = {
     "LoopSpec": "visitlens.hooks.core.loop_plan.LoopSpec",
     "ExecutionPlan": "visitlens.hooks.core.loop_plan.ExecutionPlan",
     # Interventions and experiments
-    "do": "visitlens.hooks.interventions.intervene.do",
+    "do": "visitlens.hooks.interventions.do",
     "intervene": "visitlens.hooks.interventions.intervene.intervene",
     "EvalSet": "visitlens.probe.samples.sample.EvalSet",
     "run_experiment": "visitlens.probe.experiments.run_experiment",

@@ -21,13 +21,8 @@ from torch import Tensor
 
 from visitlens.errors import InputError, UnavailableError
 from visitlens.kernels.attention import dispatch
-from visitlens.kernels.attention.rows import (
-    OverlapStatistics,
-    RowStatistics,
-    per_document,
-    row_statistics,
-    visit_overlaps,
-)
+from visitlens.kernels.attention.results import OverlapStatistics, RowStatistics
+from visitlens.kernels.attention.rows import per_document, row_statistics, visit_overlaps
 from visitlens.kernels.segments import Segments
 
 IMPLEMENTATIONS = [

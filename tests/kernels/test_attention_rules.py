@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.kernels.attention.rows import OverlapStatistics, RowStatistics, row_statistics, visit_overlaps
+from visitlens.kernels.attention.results import OverlapStatistics, RowStatistics
+from visitlens.kernels.attention.rows import row_statistics, visit_overlaps
 from visitlens.kernels.segments import Segments
 
 IMPLEMENTATIONS = [

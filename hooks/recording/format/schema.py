@@ -1,4 +1,4 @@
-"""The HDF5 layout of a recording, version 1: datasets, attributes, and the per-measure totals that shards and summary hold.
+"""The HDF5 layout of a recording, version 1: datasets and attributes; the totals are in `totals`.
 
 run.vlens/
   manifest.json        a cache over the shards
@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 
 from visitlens.errors import RecordingError
+from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES
 from visitlens.hooks.recording.format.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ MAX_STEPS, MAX_PAIRS, MAX_GROUPS = 4096, 200_000, 16_384  # readers make objects
 LIBVER = ("v110", "v110")
 TEXT_FILTERS = {"shuffle": True, "compression": "gzip", "compression_opts": 1, "fletcher32": True}
 VECTOR_FILTERS = {"fletcher32": True}
-TOTALS, KINDS = ("total", "count", "left_out", "non_finite"), ["f8", "f8", "i8", "i8"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,35 @@ class Layout:
     level: str
     text: str
 
+    @property
+    def concat_axis(self) -> int:
+        """Along which the arrays of several contexts are joined."""
+        return next((at for at, axis in enumerate(self.axes) if axis in ("token", "range", "context", "document")), 0)
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """Of vectors, whose bits don't compress, a checksum alone."""
+        return VECTOR_FILTERS if "range" in self.axes else TEXT_FILTERS
+
+    def chunks(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What is read at once: some tokens of one step, a context's map at one step."""
+        if "context" in self.axes:
+            return (1, 1, *shape[2:])
+        if self.concat_axis == 0:
+            return (min(shape[0], 65_536), *shape[1:])
+        return (1, min(shape[1], 256 if "range" in self.axes else 16_384), *shape[2:])
+
 
 _MODEL_KINDS = ("f4", "f8", "f2", "u2")
+
+
+def _of_site(name: str) -> Layout:
+    site = SITES[name]
+    return Layout(
+        str(site.dataset), ("step", "range", *site.axes), _MODEL_KINDS, "activations", f"{site.title} ({site.name})"
+    )
+
+
 LAYOUTS = (
     Layout("axes/layer", ("step",), ("u2",), "all", "physical layer of each step, 0-based"),
     Layout("axes/visit", ("step",), ("u2",), "all", "visit of each step, 1-based"),
@@ -84,23 +111,17 @@ LAYOUTS = (
         "1 where a token is really at a step; of models whose visits leave tokens out",
     ),
     Layout("stats/MEASURE", ("*", "token", "*"), ("f4",), "tokens", "a measure's value for each token"),
-    Layout(
-        "resid/full", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "residual stream at the step's input"
-    ),
-    Layout(
-        "resid/x", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "RMSNorm output that attention reads (X)"
-    ),
-    Layout(
-        "resid/attn", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "attention write, after the 1/r scale"
-    ),
-    Layout("resid/moe", ("step", "range", "hidden"), _MODEL_KINDS, "activations", "MoE write, after the 1/r scale"),
-    Layout("vec/q", ("step", "range", "head", "d"), _MODEL_KINDS, "activations", "queries (Q)"),
-    Layout("vec/k", ("step", "range", "kv_head", "d"), _MODEL_KINDS, "activations", "keys (K)"),
-    Layout("vec/v", ("step", "range", "kv_head", "d"), _MODEL_KINDS, "activations", "values (V)"),
-    Layout("vec/pv", ("step", "range", "head", "d"), _MODEL_KINDS, "activations", "attended context (PV)"),
+    *map(_of_site, ACTIVATION_SITES),
     Layout("attn/p", ("context", "step", "head", "query", "query"), ("f2",), "maps", "attention pattern (P)"),
 )
 _BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def layout_of(name: str) -> Layout | None:
+    """That of a dataset by name; None for one of a newer minor version."""
+    return _BY_NAME.get("stats/MEASURE" if name.startswith("stats/") else name)
+
+
 SHARD_NUMBERS = {
     "worker": "which writer made it",
     "seq": "that writer's count of shards",
@@ -111,48 +132,6 @@ SHARD_NUMBERS = {
     "complete": "1: the last thing set before the file is committed",
 }
 SUMMARY_NUMBERS = {"token_count": "tokens summed", "shard_count": "shards summed"}
-
-
-@dataclass
-class GroupTotals:
-    """Sums of one measure: `total`, `count` [group, *shape] f8; `left_out`, `non_finite` [*shape]: tokens that the
-    definition leaves out, and tokens whose value was NaN or infinite (never averaged in)."""
-
-    attributes: dict[str, str]
-    total: np.ndarray
-    count: np.ndarray
-    left_out: np.ndarray
-    non_finite: np.ndarray
-
-    def add(self, other: GroupTotals) -> None:
-        """In place.
-
-        Raises:
-            RecordingError: another definition or shape.
-        """
-        if self.attributes != other.attributes or self.total.shape != other.total.shape:
-            raise RecordingError(
-                f"can't add totals of different measures: {self.attributes.get('title')!r} {self.total.shape} and "
-                f"{other.attributes.get('title')!r} {other.total.shape}"
-            )
-        for name in TOTALS:
-            getattr(self, name).__iadd__(getattr(other, name))
-
-    def regrouped(self, places: np.ndarray, groups: int) -> GroupTotals:
-        """Group i counted to group `places[i]` of `groups`."""
-        total, count = (np.zeros((groups, *array.shape[1:])) for array in (self.total, self.count))
-        np.add.at(total, places, self.total)
-        np.add.at(count, places, self.count)
-        return GroupTotals(self.attributes, total, count, self.left_out, self.non_finite)
-
-
-def add_totals(totals: dict[str, GroupTotals], part: Mapping[str, GroupTotals]) -> None:
-    """Adds the measures of a shard to those of the recording, in place; `part` is given away."""
-    for name, value in part.items():
-        if name in totals:
-            totals[name].add(value)
-        else:
-            totals[name] = value
 
 
 def set_text(attributes: h5py.AttributeManager, name: str, text: str) -> None:
@@ -254,7 +233,7 @@ def check_layouts(file: h5py.File, arrays: Mapping[str, StoredArray], where: str
     sizes = {"step": len(run["layers"]), "token": numbers["token_count"], "context": numbers["context_count"]}
     for name, array in arrays.items():
         shape, kind = array.shape, array.kind
-        layout = _BY_NAME.get("stats/MEASURE" if name.startswith("stats/") else name)
+        layout = layout_of(name)
         if layout is None:
             continue
         free = layout.axes[-1] == "*"
@@ -282,20 +261,6 @@ def check_version(kind: Any, version: Any, where: str) -> None:
         )
 
 
-def write_totals(file: h5py.File, totals: Mapping[str, GroupTotals]) -> None:
-    for name, measure in totals.items():
-        group = file.create_group(f"summary/{name}")
-        for key, text in measure.attributes.items():
-            set_text(group.attrs, key, text)
-        for key in TOTALS:
-            array = getattr(measure, key)
-            if array.size and array.ndim:
-                chunks = chunk_shape(array.shape, array.itemsize)
-                group.create_dataset(key, data=array, chunks=chunks, **TEXT_FILTERS)
-            else:
-                group.create_dataset(key, data=array)
-
-
 def write_documents(file: h5py.File, hashes: np.ndarray | None) -> None:
     """Nothing for None: they aren't known."""
     if hashes is not None and len(hashes):
@@ -305,31 +270,6 @@ def write_documents(file: h5py.File, hashes: np.ndarray | None) -> None:
 def read_documents(gated: Gated) -> np.ndarray | None:
     """[document] hashes, each once and rising; None where a file of version 1.0 doesn't have them."""
     return np.unique(gated.read(DOCUMENTS)) if DOCUMENTS in gated else None
-
-
-def read_totals(gated: Gated) -> dict[str, GroupTotals]:
-    """Measure -> sums, from a summary or a shard.
-
-    Raises:
-        RecordingError: there are none, or one's arrays don't fit each other.
-    """
-    names = {name.split("/")[1]: None for name in gated.arrays if name.startswith("summary/")}  # in order, once
-    if not names:
-        raise RecordingError(f"{gated.where}: holds no /summary")
-    result = {}
-    for name in names:
-        attributes = {key: str(value) for key, value in gated.attributes(f"summary/{name}").items()}
-        if not {"title", "axes", "unit", "definition", "paper"} <= attributes.keys():
-            raise RecordingError(f"{gated.where}: summary/{name}: lacks its definition")
-        arrays = [gated.array(f"summary/{name}/{key}") for key in TOTALS]
-        shapes, kinds = [array.shape for array in arrays], [array.kind for array in arrays]
-        axes = sum(1 for axis in attributes["axes"].split(",") if axis)
-        if shapes[0] and shapes[0][0] > MAX_GROUPS:
-            raise RecordingError(f"{gated.where}: summary/{name}: {shapes[0][0]} groups; at most {MAX_GROUPS} are read")
-        if shapes[0] != shapes[1] or len(shapes[0]) != axes + 1 or {shapes[0][1:]} != {*shapes[2:]} or kinds != KINDS:
-            raise RecordingError(f"{gated.where}: summary/{name}: arrays {shapes} of {kinds} don't fit its {axes} axes")
-        result[name] = GroupTotals(attributes, *(gated.read(array.name) for array in arrays))
-    return result
 
 
 def chunk_shape(shape: tuple[int, ...], item: int) -> tuple[int, ...]:

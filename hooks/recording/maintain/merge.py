@@ -16,7 +16,7 @@ from typing import Any
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals, add_totals, read_totals, write_totals
 from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.recording.store.commit import check_room, committing, sole_writer
 from visitlens.hooks.recording.write.ledger import all_documents, in_groups_of, read_shard, write_caches
@@ -207,7 +207,7 @@ def _write(
         shard = read_shard(out / schema.SHARDS / job.new["name"], trusted=True)
         entries.append(shard.entry)
         documents.append(shard.documents)
-        schema.add_totals(totals, shard.totals)
+        add_totals(totals, shard.totals)
     write_caches(out, run, entries, totals, all_documents(documents))
 
 
@@ -234,8 +234,8 @@ def _copy(job: _Job, run: dict[str, Any], out: Path, first_segment: int, groups:
                 moved = int(gated.attributes(name)["token_start"]) + new["token_start"] - old["token_start"]
                 file[name].attrs["token_start"] = np.int64(moved)
         made_in = schema.read_header(gated.file, gated.where)
-        totals = in_groups_of(job.part.run, made_in, schema.read_totals(gated)).items()
-        schema.write_totals(file, {name: _placed(t, job.groups, groups.get(name)) for name, t in totals})
+        totals = in_groups_of(job.part.run, made_in, read_totals(gated)).items()
+        write_totals(file, {name: _placed(t, job.groups, groups.get(name)) for name, t in totals})
         numbers = {name: new[name] for name in schema.SHARD_NUMBERS if name != "complete"}
         schema.write_header(file, run, {**numbers, "complete": 1})
     return last

@@ -15,7 +15,7 @@ import numpy as np
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import TOTALS, GroupTotals, add_totals, read_totals
 from visitlens.hooks.recording.read.recording import (
     SHARD_NAME,
     Recording,
@@ -84,7 +84,7 @@ def check_file(path: Path, *, quick: bool = False) -> None:
         RecordingError: refused; the message says why.
     """
     with passed(path) as gated:
-        schema.read_totals(gated)
+        read_totals(gated)
         if not quick:
             gated.check_data()
 
@@ -143,7 +143,7 @@ def sum_totals(shards: list[Shard], run: Mapping[str, Any]) -> dict[str, GroupTo
     """Over shards, in the document groups of `run`; the first one's arrays are given away."""
     totals: dict[str, GroupTotals] = {}
     for shard in shards:
-        schema.add_totals(totals, in_groups_of(run, shard.run, shard.totals))
+        add_totals(totals, in_groups_of(run, shard.run, shard.totals))
     return totals
 
 
@@ -288,7 +288,7 @@ def _same(one: GroupTotals, two: GroupTotals) -> bool:
     return one.attributes == two.attributes and all(
         getattr(one, key).shape == getattr(two, key).shape
         and np.allclose(getattr(one, key), getattr(two, key), rtol=1e-9, atol=1e-9, equal_nan=True)
-        for key in schema.TOTALS
+        for key in TOTALS
     )
 
 

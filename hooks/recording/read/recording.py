@@ -22,7 +22,7 @@ from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import Gated, open_gated, passed
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals, read_totals
 from visitlens.hooks.recording.format.untrusted import read_json, real_folder
 from visitlens.hooks.recording.store.fetched_copies import Fetched
 from visitlens.hooks.recording.store.object_store import PULL_FIRST, is_url, was_url
@@ -146,7 +146,7 @@ class Recording:
             with passed(file, trusted=self.trusted) as gated:
                 if schema.read_header(gated.file, str(file))["run_uuid"] != self.run["run_uuid"]:
                     raise RecordingError(f"{file}: belongs to another run than the manifest")
-                return schema.read_totals(gated)
+                return read_totals(gated)
         except RecordingError as error:
             raise RecordingError(f"{error}{self._repairable()}") from error
 

@@ -18,7 +18,7 @@ import numpy as np
 from visitlens.errors import RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals, add_totals, read_totals, write_totals
 from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import committed_shards, first_overlap, read_manifest
 from visitlens.hooks.recording.store.commit import commit_json, committing
@@ -62,7 +62,7 @@ def read_shard(path: Path, *, trusted: bool = False) -> Shard:
     with passed(path, trusted=trusted) as gated:
         run = schema.read_header(gated.file, gated.where)
         numbers = schema.read_numbers(gated.file, schema.SHARD_NUMBERS, gated.where)
-        totals, documents = schema.read_totals(gated), schema.read_documents(gated)
+        totals, documents = read_totals(gated), schema.read_documents(gated)
     numbers.pop("complete")
     return Shard({"name": path.name, "bytes": size, "sha256": digest, **numbers}, run, totals, documents)
 
@@ -223,7 +223,7 @@ class Ledger:
                 f"{self.path / schema.SHARDS}: {overlap[0]} and {overlap[1]} hold the same tokens: one of them is of an attempt that "
                 f"was thought lost. Remove {entry['name']} and run the same command again"
             )
-        schema.add_totals(self.totals, in_groups_of(self.run, shard.run, shard.totals))
+        add_totals(self.totals, in_groups_of(self.run, shard.run, shard.totals))
         self.documents = all_documents([self.documents, shard.documents])
 
     def commit(self) -> None:
@@ -289,7 +289,7 @@ def write_caches(
     with committing(path / schema.SUMMARY, about) as aside, h5py.File(aside, "w", libver=schema.LIBVER) as file:
         tokens = sum(shard["token_count"] for shard in shards)
         schema.write_header(file, run, {"token_count": tokens, "shard_count": len(shards)})
-        schema.write_totals(file, totals)
+        write_totals(file, totals)
         schema.write_documents(file, documents)
     manifest = {"format": schema.FORMAT, "schema_version": schema.SCHEMA_VERSION, "run": run, "shards": shards}
     commit_json(path / schema.MANIFEST, manifest)

@@ -19,12 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from visitlens.errors import InputError
-from visitlens.hooks.capture.capture import StepValues
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import ACTIVATION_SITES, check_sites, token_shape
 from visitlens.hooks.recording.format import schema
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.recording.store.commit import check_room, sole_writer, wait_for_workers
 from visitlens.hooks.recording.store.lease import Lease
 from visitlens.hooks.recording.store.object_store import ObjectStore

@@ -18,6 +18,7 @@ import numpy as np
 from visitlens.errors import RecordingError, StorageError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
+from visitlens.hooks.recording.format.totals import read_totals
 from visitlens.hooks.recording.format.untrusted import MAX_JSON_BYTES
 from visitlens.hooks.recording.read.recording import SHARD_NAME, read_manifest
 from visitlens.hooks.recording.store.lease import LEASE, Lease
@@ -90,7 +91,7 @@ class RemoteLedger(Ledger):
                 )
         with passed(self.path / schema.SUMMARY) as gated:
             numbers = schema.read_numbers(gated.file, schema.SUMMARY_NUMBERS, gated.where)
-            totals, documents = schema.read_totals(gated), schema.read_documents(gated)
+            totals, documents = read_totals(gated), schema.read_documents(gated)
         tokens = sum(entry["token_count"] for entry in manifest["shards"])
         if (numbers["shard_count"], numbers["token_count"]) != (len(manifest["shards"]), tokens):
             return set()  # its writer died between the two: the shards say

@@ -11,7 +11,7 @@ import torch
 from visitlens.hooks.recording.format import schema
 
 if TYPE_CHECKING:
-    from visitlens.hooks.recording.format.schema import GroupTotals
+    from visitlens.hooks.recording.format.totals import GroupTotals
     from visitlens.hooks.recording.write.ledger import ShardTask
 
 
@@ -42,17 +42,10 @@ class ShardArrays:
 
     def write(self, file: h5py.File, dtype: torch.dtype) -> None:
         for name in list(self._parts):
-            parts = self._parts.pop(name)
-            vector = name.startswith(("resid/", "vec/"))
-            array = np.concatenate(parts, axis=0 if name.startswith(("tokens/", "attn/")) else 1)
-            if name.startswith("tokens/"):
-                chunks = (min(len(array), 65_536),)
-            elif name.startswith("attn/"):
-                chunks = (1, 1, *array.shape[2:])
-            else:
-                chunks = (1, min(array.shape[1], 256 if vector else 16_384), *array.shape[2:])
-            filters = schema.VECTOR_FILTERS if vector else schema.TEXT_FILTERS
-            dataset = file.create_dataset(name, data=array, chunks=chunks, **filters)
+            parts, layout = self._parts.pop(name), schema.layout_of(name)
+            assert layout is not None, name  # what is written is in the table
+            array = np.concatenate(parts, axis=layout.concat_axis)
+            dataset = file.create_dataset(name, data=array, chunks=layout.chunks(array.shape), **layout.filters)
             if name in self._token_starts:
                 dataset.attrs["token_start"] = np.int64(self._token_starts[name])
                 if dtype == torch.bfloat16:

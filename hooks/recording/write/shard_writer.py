@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import replay
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.core.sites import SITES, token_shape
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
+from visitlens.hooks.recording.format.totals import read_totals, write_totals
 from visitlens.hooks.recording.store.commit import committing
 from visitlens.hooks.recording.store.object_store import ObjectStore
 from visitlens.hooks.recording.write.ledger import Shard, ShardTask
@@ -39,7 +41,7 @@ def check_readable(written: Path) -> None:
     """Raises RecordingError: the reader's own rules refuse a file that is about to be committed."""
     try:
         with passed(written) as gated:
-            schema.read_totals(gated)
+            read_totals(gated)
     except RecordingError as error:
         raise RecordingError(
             f"{error}. This is what was just written, and nothing of it is kept; what was committed before stays. Please report it"
@@ -193,7 +195,7 @@ class ShardWriter:
                     name = "step" if axis == "index" else axis
                     file[f"axes/{name}"] = np.array([getattr(s, axis) for s in self.model.plan.steps], dtype=np.uint16)
                 shard.write(file, self.dtype)
-                schema.write_totals(file, totals)
+                write_totals(file, totals)
                 schema.write_documents(file, documents)
                 schema.write_header(file, run, {**numbers, "complete": 1})
             if aside.error is None:

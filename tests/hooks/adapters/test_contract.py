@@ -13,7 +13,8 @@ from torch import Tensor
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.capture.attention_rule import AttentionRule
-from visitlens.hooks.capture.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.capture import Captured, capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.sites import SITES
 
 Adapted = Callable[..., AdaptedModel]

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.audit.guards import conditions, rows_of_length, sample_tokens
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.loading.load_model import load_model
 
 CALL = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"

@@ -16,9 +16,10 @@ from torch import Tensor
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.audit.guards import check
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import capture_generation
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.capture.step_values import StepValues
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.recording.write.record import RecordingOptions, record
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.collector import StatisticsCollector

@@ -21,8 +21,9 @@ from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.families.huginn import Huginn
 from visitlens.hooks.adapters.families.moeut import MoEUT
 from visitlens.hooks.audit.guards import check
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.capture.generation import capture_generation
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.interventions.intervene import intervene, replace, scale, skip, take, with_loop_count
 from visitlens.hooks.loading.inspect_model import describe

@@ -12,7 +12,8 @@ import torch
 import visitlens as vl
 from visitlens.errors import CheckpointError, InputError, PlanError
 from visitlens.hooks.audit.guards import conditions, sample_tokens
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.loading.load_model import load_model
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.probe.measures.statistic import Geometry, site_rms

@@ -9,7 +9,8 @@ import torch
 
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.capture.attention_rule import AttentionRule
-from visitlens.hooks.capture.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.capture import Captured, capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE

@@ -15,7 +15,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.capture.capture import capture
 from visitlens.hooks.core.sites import ACTIVATION_SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.write.record import RecordingOptions, bytes_per_token, record
 from visitlens.hooks.text.packed_tokens import PackedTokens

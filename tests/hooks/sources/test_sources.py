@@ -12,7 +12,7 @@ from torch import nn
 import visitlens as vl
 from visitlens.errors import InputError, PlanError
 from visitlens.hooks.adapters.adapt import adapt
-from visitlens.hooks.capture.capture import StepValues
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.sites import SITES
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry

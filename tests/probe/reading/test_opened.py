@@ -11,7 +11,7 @@ import pytest
 import visitlens
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.core.loop_plan import ExecutionPlan, LoopSpec
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 

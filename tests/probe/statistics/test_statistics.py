@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from visitlens.hooks.capture.capture import StepValues, capture
+from visitlens.hooks.capture.capture import capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import ExecutionPlan
 from visitlens.hooks.core.sites import SITES
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.collector import registered
 

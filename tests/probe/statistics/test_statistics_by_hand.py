@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.capture.attention_rule import AttentionRule, map_overlaps
-from visitlens.hooks.capture.capture import Captured, StepValues
+from visitlens.hooks.capture.capture import Captured
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.kernels.segments import Segments
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry

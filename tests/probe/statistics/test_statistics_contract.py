@@ -12,11 +12,12 @@ import torch
 
 from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.capture.attention_rule import AttentionRule
-from visitlens.hooks.capture.capture import Captured, StepValues, capture
+from visitlens.hooks.capture.capture import Captured, capture
+from visitlens.hooks.capture.step_values import StepValues
 from visitlens.hooks.core.loop_plan import LoopSpec
 from visitlens.hooks.core.sites import SITES, check_sites
 from visitlens.hooks.models.looped_moe import LoopedMoE
-from visitlens.hooks.recording.format.schema import GroupTotals
+from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.measures.collector import StatisticsCollector, registered
 from visitlens.probe.measures.measure import Measure
