@@ -47,6 +47,7 @@ def page(found: Mapping[str, Any]) -> str:
         parts.append(_bundled(found["bundled"]))
     if "squares" in found:
         parts.append(_squares(found["squares"]))
+    parts.append(_outside(found))
     parts.append(_TESTS)
     if "tests" in found:
         parts.append(_tests(found["tests"]))
@@ -111,6 +112,21 @@ in brackets that of the plug-in of before, whose intervals covered 0.00 to 0.40:
 
 {_table(["documents", *sizes], table)}
 Of a single document they are the plug-in, too large and without interval."""
+
+
+def _outside(found: Mapping[str, Any]) -> str:
+    """Every row from 30 documents on whose coverage isn't between 0.93 and 0.97, in words."""
+    rows = {name: row["sizes"] for name, row in found.get("intervals", {}).items()}
+    rows |= {f"bundled {name}": row for name, row in found.get("bundled", {}).items()} | dict(found.get("squares", {}))
+    low, high = [], []
+    for name, row in rows.items():
+        for n, entry in row.items():
+            if int(n) >= 30 and entry["coverage"] < 0.93:
+                low.append(f"{name} at {int(n):,} ({entry['coverage']:.3f})")
+            elif int(n) >= 30 and entry["coverage"] > 0.97:
+                high.append(f"{name} at {int(n):,} ({entry['coverage']:.3f})")
+    return f"""
+**Not within 0.93 to 0.97** from 30 documents on: too narrow are {"; ".join(low) or "none"}. Wider than they need be are {"; ".join(high) or "none"}."""
 
 
 _TESTS = f"""

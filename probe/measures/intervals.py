@@ -20,7 +20,7 @@ FEWEST = 8
 SKEW = 1.75
 """What the skewness of the replicates is multiplied by: that of few values from a long tail is too small, since the tail is
 seldom among them. Chosen by coverage (docs/uncertainty.md)."""
-METHOD = "95% interval over documents (jackknife, studentised, corrected for skewness)"
+METHOD = "95% interval over documents, for this model (jackknife, studentised, corrected for skewness)"
 """In words; where the documents are prompts, `over("prompts")`."""
 
 

@@ -56,7 +56,7 @@ def test_stored_ablations_ranked_by_visit_and_opened(serve: Any, meet: Any, abla
         and "2.30" in first.inner_text()
         and "< 0.001" in first.inner_text()
     )
-    said = "n = 40 prompts. Intervals, 95% interval over prompts (jackknife, studentised, corrected for skewness)"
+    said = "n = 40 prompts. Intervals, 95% interval over prompts, for this model (jackknife, studentised, corrected for skewness)"
     assert said in visitor.page.inner_text("#panel-map .caption")
     visitor.choose("when", "2")
     expect(visitor.page.locator("#title-ranked")).to_contain_text("at visit 2")

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from tests.support.jackknife import T_99, replicates_within
 
 from visitlens.probe.measures import intervals
 from visitlens.probe.measures.estimate import mean_of, product_of
@@ -84,14 +85,14 @@ def test_a_skewed_sample_has_the_further_bound_on_each_side() -> None:
 
 
 def test_unequal_lengths_take_degrees_of_freedom() -> None:
-    count = np.array([30.0, *[10.0] * 19])[:, None]
-    even, odd = (runs_of(np.resize([1.0, -1.0], (20, 1)) * c, c) for c in (np.full((20, 1), 11.0), count))
-    worth = (30 + 190) ** 2 / (900 + 1900)  # 17.3 documents
-    assert odd.support is not None and odd.support[1, 0] == pytest.approx(worth)
-    spread = np.sqrt(19 / 20 * ((odd.replicates - odd.replicates.mean(0)) ** 2).sum())
-    low, high = odd.interval()
-    assert max(high[0] - odd.values[0], odd.values[0] - low[0]) / spread > 2.119  # t of 16.25 degrees; of 19, 2.093
-    assert (even.interval()[1] - even.values)[0] == pytest.approx(2.093024 / math.sqrt(19), rel=1e-5)
+    """A document of 30 tokens and 19 of 10 are worth (30 + 190)² / (900 + 1900) = 17.3: 16.25 degrees, not 19."""
+    count = np.array([30.0, *[10.0] * 19])
+    assert support_of(count).tolist() == [20.0, pytest.approx(220**2 / 2800)]
+    values = np.array(5.0)
+    replicates = replicates_within(values, 1.0)  # not skewed: Student's t is all there is
+    for worth, t in ((17.0, 2.119905), (100.0, T_99)):
+        low, high = interval(values, replicates, np.array([100.0, worth]))
+        assert [float(low), float(high)] == pytest.approx([5 - t / T_99, 5 + t / T_99], rel=1e-6)
 
 
 @pytest.mark.parametrize("documents", [2, FEWEST - 1, FEWEST])
