@@ -132,7 +132,7 @@ def _outside(found: Mapping[str, Any]) -> str:
 _TESTS = f"""
 ## Tests of many heads
 
-`visitlens ablate` tests every head. The signs of each prompt's (or document's) effects are flipped, of all heads at once: all 2^n flips up to 11 prompts, {DRAWS:,} draws beyond, that of the data one of them,
+`visitlens ablate` tests every head. The signs of each prompt's (or document's) effects are flipped, of all heads at once: all 2^n flips up to 11 prompts, a group of {DRAWS:,} of them beyond, that of the data among them,
 so no p is below 1/{DRAWS:,}. The statistic is that of the interval, the nearer to 0 of t and of t corrected for skewness. The correction for the number of heads is by the largest statistic among them, stepping down
 (Westfall and Young), which takes in that heads go together. **A head is called found** if its corrected p is at most 0.05 and its own interval leaves 0 out: notes, pages and tables read that one answer.
 

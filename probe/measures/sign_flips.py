@@ -17,7 +17,7 @@ import numpy as np
 from visitlens.probe.measures import intervals
 
 DRAWS = 2048
-"""All flips where there are no more (11 documents), else so many, that of the data one of them: no p value is below 1 / DRAWS."""
+"""All flips where there are no more (11 documents), else a group of so many, that of the data one of them: no p value is below 1 / DRAWS."""
 _AT_ONCE = 1 << 17  # statistics held at once: they stay in the processor's cache
 NULL = "no effect: on every prompt or document the change is as likely to be -x as x"
 """What is tested, in words."""
@@ -69,12 +69,19 @@ def flip_test(total: np.ndarray, count: np.ndarray, seed: int = 0) -> FlipTest:
 
 
 def _signs(documents: int, at_once: int, seed: int) -> Iterator[np.ndarray]:
-    """[draw, document] of -1 and 1, in parts; the data's own come first."""
-    if 2**documents <= DRAWS:
-        every = 1.0 - 2.0 * (np.arange(2**documents)[:, None] >> np.arange(documents) & 1)
+    """[draw, document] of -1 and 1, in parts; the data's own come first.
+
+    All flips, or a subgroup of them: of which the product of any two is one, so that the test stays exact with the same flips each
+    time (Hemerik and Goeman 2018, "Exact testing with random permutations"). A document is flipped by those of its code's bits that
+    are on in a flip, and no two documents share a code while there are codes enough.
+    """
+    bits = min(documents, DRAWS.bit_length() - 1)
+    if bits == documents:
+        codes = 1 << np.arange(documents)
     else:
-        every = np.random.default_rng(seed).choice([-1.0, 1.0], (DRAWS, documents))
-        every[0] = 1
+        codes = np.random.default_rng(seed).choice(np.arange(1, DRAWS), documents, replace=documents >= DRAWS)
+    odd = np.bitwise_count(np.arange(1 << bits)[:, None] & codes) & 1
+    every = 1.0 - 2.0 * odd
     yield from (every[first : first + at_once] for first in range(0, len(every), at_once))
 
 

@@ -120,7 +120,7 @@ def test_the_ledger_names_the_planted_mechanism_and_no_other(mechanism: str) -> 
 def test_each_row_is_the_difference_of_two_losses(
     make_model: Callable[..., LoopedMoE], make_text: Callable[..., PackedTokens]
 ) -> None:
-    model, sample = make_model(3), EvalSet.of_contexts(make_text())
+    model, sample = make_model(3), EvalSet.of_contexts(make_text(lengths=[12, 20, 16, 24] * 4))
     ledger = run_experiment("mechanism_ledger", model, sample, visits=(2, 3)).mechanism_ledger.sel(slice="text")
     every = ("Q", "K", "V", "experts", "gates", "expert_in")
 

@@ -8,7 +8,7 @@ import pytest
 from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.intervals import t_tails
 from visitlens.probe.measures.measure import Measure
-from visitlens.probe.measures.sign_flips import DRAWS, _statistics, flip_test
+from visitlens.probe.measures.sign_flips import DRAWS, _signs, _statistics, flip_test
 
 
 def test_few_documents_have_all_their_flips_counted() -> None:
@@ -22,6 +22,17 @@ def test_no_p_is_below_what_the_draws_allow() -> None:
     x = np.random.default_rng(0).normal(50, 1, (200, 3))
     test = flip_test(x, np.ones_like(x))
     assert (test.p == 1 / DRAWS).all() and (test.p_family == 1 / DRAWS).all()
+
+
+@pytest.mark.parametrize("documents", [12, 40, 3000])
+def test_the_flips_that_are_tried_are_a_group(documents: int) -> None:
+    """Of which the product of two is one, as exactness takes; each document is flipped in half of them, and no flip comes twice."""
+    (signs,) = _signs(documents, DRAWS, 0)
+    assert signs.shape == (DRAWS, documents) and (signs[0] == 1).all() and not signs.sum(0).any()
+    known = {row.tobytes() for row in signs}
+    rng = np.random.default_rng(1)
+    assert len(known) == DRAWS
+    assert all((signs[a] * signs[b]).tobytes() in known for a, b in rng.integers(0, DRAWS, (50, 2)))
 
 
 def test_an_effect_that_is_nothing_has_p_1_and_too_few_documents_none() -> None:
