@@ -31,7 +31,7 @@ Level, Engine = choice("Level", LEVELS), choice("Engine", ENGINES)
 
 @grouped
 def record(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, hub name, or bundled: smelt, baseline.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder, hub name, or bundled: smelt, baseline, hops.")],
     text: Annotated[
         Path, typer.Argument(help="Text: .txt, .md (one document each), .jsonl (also .gz, .xz) or a folder of them.")
     ],

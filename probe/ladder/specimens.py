@@ -90,15 +90,16 @@ _DRAWN = TaskRecipe(
     loop_counts=(1, 2, 3),
     loop_counts_from=4,
 )
+_TWO_HOPS = replace(_HOPS, hops=2)
 _QUICK = TaskRecipe(
     tokens=10_000_000,
-    decay_tokens=800_000,
+    decay_tokens=200_000,
     warmup_tokens=100_000,
     batch=32,
     pass_at=0.85,
     ready_at=0.96,
     loop_counts=(1, 2, 3),
-    loop_counts_from=4,
+    loop_counts_from=3,
 )
 
 
@@ -109,8 +110,8 @@ def _specimens() -> dict[str, Specimen]:
         Specimen("hops", drawn, _LOOPED, _HOPS, _DRAWN, continues="hops-fixed"),
         Specimen("hops-fixed", "hops before its loop count was drawn in training", _LOOPED, _HOPS, _FIXED),
         *(
-            Specimen(f"hops-seed{seed}", f"{drawn}: another seed", _LOOPED, _HOPS, replace(_QUICK, seed=seed))
-            for seed in (1, 2)
+            Specimen(f"hops-seed{seed}", "the shape of hops, two hops, another seed", _LOOPED, _TWO_HOPS, recipe)
+            for seed, recipe in ((1, replace(_QUICK, seed=1)), (2, replace(_QUICK, seed=2)))
         ),
         Specimen("hops-baseline", "four layers without a loop, of the same budgets", _BASELINE, _HOPS, unlooped),
         Specimen(
