@@ -19,7 +19,7 @@ from visitlens.probe.experiments.loop_count import loop_count
 from visitlens.probe.ladder.budget import Budget
 from visitlens.probe.ladder.specimens import EXAMPLES, Specimen, held_out_examples, specimen
 from visitlens.probe.measures.measure import StatArray
-from visitlens.probe.samples.sample import Sample
+from visitlens.probe.samples.sample import EvalSet
 
 Table = dict[str, dict[str, list[float]]]
 """Row -> column -> value, and the low and high end of its 95 % interval."""
@@ -40,7 +40,7 @@ def finish(chosen: Specimen, folder: Path) -> None:
 def measure(chosen: Specimen, folder: Path) -> dict[str, Table]:
     """Accuracy on the held-out examples by number of hops: under interventions, and by loop count (writes as trained)."""
     model = load_model(folder)
-    sample = Sample.of_task(held_out_examples(chosen.task), load_tokenizer(folder), model.config, name="all")
+    sample = EvalSet.of_task(held_out_examples(chosen.task), load_tokenizer(folder), model.config, name="all")
     hops = [name for name in sample.slices if "hop" in name]
     found = {"accuracy": _table(accuracy(model, sample, parts=PARTS)["accuracy"], "intervention", hops)}
     if model.plan.looped_layers:
