@@ -21,7 +21,7 @@ format: .venv/test-ready
 	$(BIN)/ruff format .
 
 bench: .venv/test-ready
-	for name in attention_rows grouped_experts recording storage crash scale ablation attribution training peers interventions dashboard; do \
+	for name in attention_rows grouped_experts recording storage crash scale ablation attribution training scaling peers interventions dashboard; do \
 	  $(BIN)/python benchmarks/$$name.py --out benchmarks/results/$$name.json || exit 1; \
 	done
 
