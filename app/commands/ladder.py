@@ -77,11 +77,21 @@ def train(
 def run(
     config: Annotated[Path, typer.Argument(help="A config.json, or a checkpoint folder that has one.")],
     out: Out,
-    tokens: Annotated[float, typer.Option(help="Tokens at the longest horizon, Dyck prompts included.")],
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens at the longest horizon, Dyck prompts included; or give --forks.")
+    ] = None,
     corpus: Text = None,
     tokenizer: TokenizerFile = None,
     horizons: Horizons = 1,
     decay_share: Annotated[float, typer.Option(help="Share of the first horizon over which each branch decays.")] = 0.2,
+    forks: Annotated[
+        str,
+        typer.Option(help="Comma-separated updates at which decay branches fork, instead of --tokens and --horizons."),
+    ] = "",
+    decay_tokens: Annotated[float | None, typer.Option(help="Tokens of each branch's decay, with --forks.")] = None,
+    decay_text: Annotated[
+        float, typer.Option(help="Share of documents kept for decay branches, which the stable run never reads.")
+    ] = 0.0,
     warmup: Annotated[int | None, typer.Option(help="Tokens of warm-up; a tenth, 150,000 at most, by default.")] = None,
     batch: Annotated[int, typer.Option(help="Contexts per update, over all processes.")] = 4,
     learning_rate: Annotated[float, typer.Option(help="Peak rate.")] = 5e-3,
@@ -109,7 +119,14 @@ def run(
     options = {"batch": batch, "learning_rate": learning_rate, "dyck_share": dyck_share, "dtype": dtype, "seed": seed}
     if warmup is not None:
         options["warmup_tokens"] = warmup
-    recipe = Recipe.of(int(tokens), horizons=horizons or 1, decay_share=decay_share, **options)
+    options["decay_text"] = decay_text
+    if (tokens is None) == (not forks) or (decay_tokens is None) == bool(forks):
+        raise InputError("give --tokens, or --forks with --decay-tokens")
+    if decay_tokens is not None:
+        context = read_config(config).context_length
+        recipe = Recipe.forked(_integers(forks, ","), int(decay_tokens), context=context, **options)
+    else:
+        recipe = Recipe.of(int(tokens or 0), horizons=horizons or 1, decay_share=decay_share, **options)
     with processes(device) as (rank, own_device, first):
         with first():
             prepared = _prepared(out / "corpus", corpus, tokenizer, quiet=rank > 0)
@@ -219,6 +236,50 @@ def match(
     typer.echo(tables.candidates_table(found))
     if write is not None:
         write.write_text(json.dumps(found[0].config.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+@ladder.command()
+def sweep(
+    baseline: Annotated[Path, typer.Argument(help="A Baseline's config.json or checkpoint folder.")],
+    axis: Annotated[str, typer.Option(help="span: layers that loop; count: visits; depth: physical layers.")],
+    values: Annotated[str, typer.Option(help="Comma-separated values of the axis; the paper's kind by default.")] = "",
+    mean_document: Annotated[float, typer.Option(help="Tokens; the paper's by default.")] = 780,
+    steps: Annotated[str, typer.Option(help="Multiples for hidden size, head dim, expert dim, experts.")] = "8,2,8,8",
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write each point's config.json into a folder here; train them with `run`."),
+    ] = None,
+) -> None:
+    """Configurations along one axis of a loop's design, each matched to the Baseline, hidden size narrowing with depth."""
+    from visitlens.probe.ladder import tables
+    from visitlens.probe.ladder.match import Steps
+    from visitlens.probe.ladder.sweep import sweep as points_of
+    from visitlens.probe.ladder.sweep import sweep_rows, write_sweep
+
+    with loading("and matching"):
+        points = points_of(
+            tables.read_config(baseline),
+            axis,
+            _integers(values, ","),
+            mean_document=mean_document,
+            steps=Steps(*_integers(steps, ",", 4)),
+        )
+    rows = sweep_rows(points, mean_document)
+    shown = [
+        [
+            f"{v:.3f}" if k.endswith("ratio") else tables.short(v) if k == "flops_per_token" else v
+            for k, v in row.items()
+        ]
+        for row in rows
+    ]
+    typer.echo(tables.table(list(rows[0]), shown))
+    typer.echo("\nOne seed a point can't rank neighbours: their differences are as small as those between seeds.")
+    if out is not None:
+        write_sweep(points, out, mean_document)
+        typer.echo(
+            f"\nTrain each point with `visitlens ladder run {out}/NAME/config.json --out {out}/NAME`, then draw them with "
+            f"`visitlens scaling figures {out} --only sweeps`."
+        )
 
 
 def _integers(text: str, separator: str, count: int | None = None) -> list[int]:

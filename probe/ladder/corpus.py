@@ -6,6 +6,7 @@
     tokenizer.json
     train.tokens.npy          int32, all documents one after another, BOS and EOS included
     train.documents.npy       [document] (start, length, category)
+    train.sources.npy         [document] index of its source, where documents name one
     validation.*              the same
 
 Files named `*.train.*` and `*.validation.*` keep their split; otherwise a document goes to validation when the hash of its
@@ -74,8 +75,9 @@ _ROLE = {"bos": "starts a document", "eos": "ends a document"}
 class TokenizedDocuments:
     """Documents as token ids, read from disk when asked for: `documents[i]` is [position] int32, BOS first."""
 
-    def __init__(self, tokens: np.ndarray, rows: np.ndarray) -> None:
-        self._tokens, self.rows = tokens, rows
+    def __init__(self, tokens: np.ndarray, rows: np.ndarray, sources: np.ndarray | None = None) -> None:
+        """`sources` [document]: indices of the corpus's sources; None where it names none."""
+        self._tokens, self.rows, self.sources = tokens, rows, sources
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -88,6 +90,20 @@ class TokenizedDocuments:
     def lengths(self) -> np.ndarray:
         """[document] tokens."""
         return self.rows["length"]
+
+    def set_apart(self, share: float) -> tuple[np.ndarray, np.ndarray]:
+        """Indices of the documents to train on, and of about `share` of all, set apart by a hash of their own tokens: copies of a
+        document are on one side together.
+
+        Raises:
+            InputError: all fell on one side.
+        """
+        aside = np.array([_fraction(np.asarray(self[i]), b"decay") < share for i in range(len(self))])
+        if aside.all() or not aside.any():
+            raise InputError(
+                f"{share:.3g} of {len(self)} documents leaves none on one side; add text or choose another share for decay branches"
+            )
+        return np.flatnonzero(~aside), np.flatnonzero(aside)
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +120,7 @@ class Corpus:
     train: TokenizedDocuments
     validation: TokenizedDocuments
     report: dict[str, Any]
+    sources: tuple[str, ...] = ()
 
     @property
     def tokenizer_file(self) -> Path:
@@ -118,12 +135,22 @@ class Corpus:
                 raise ValueError(f"format is {report['format']!r}")
             train, validation = (
                 TokenizedDocuments(
-                    np.load(folder / f"{split}.tokens.npy", mmap_mode="r"), np.load(folder / f"{split}.documents.npy")
+                    np.load(folder / f"{split}.tokens.npy", mmap_mode="r"),
+                    np.load(folder / f"{split}.documents.npy"),
+                    np.load(folder / f"{split}.sources.npy") if report.get("sources") else None,
                 )
                 for split in SPLITS
             )
             special = SpecialTokens(**report["special"])
-            return cls(folder, tuple(report["categories"]), special, train, validation, report)
+            return cls(
+                folder,
+                tuple(report["categories"]),
+                special,
+                train,
+                validation,
+                report,
+                tuple(report.get("sources", ())),
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"expected a prepared corpus in {folder}; {error}. Prepare it again.") from error
 
@@ -183,7 +210,7 @@ def prepare(
             for at, ids in zip(encoded.kept, encoded.ids, strict=True):
                 document = texts[at]
                 chosen = split or ("validation" if _fraction(ids) < validation_share else "train")
-                writers[chosen].add(ids, document.category or "text")
+                writers[chosen].add(ids, document.category or "text", document.source)
                 taken += len(ids)
             if max_tokens is not None and taken >= max_tokens:
                 break
@@ -193,9 +220,17 @@ def prepare(
             f"no document for {' or '.join(empty)}: {sum(len(w.lengths) for w in writers.values())} documents have a token in all; add text or change validation_share"
         )
     categories = sorted({c for writer in writers.values() for c in writer.categories})
-    counts = {split: writer.finish(categories) for split, writer in writers.items()}
+    sources = sorted({s for writer in writers.values() for s in writer.sources if s})
+    counts = {split: writer.finish(categories, sources) for split, writer in writers.items()}
     shutil.copyfile(tokenizer_file, out / "tokenizer.json")
-    report = {"format": FORMAT, "categories": categories, **asked, "documents": counts, "skipped": dict(skipped)}
+    report = {
+        "format": FORMAT,
+        "categories": categories,
+        "sources": sources,
+        **asked,
+        "documents": counts,
+        "skipped": dict(skipped),
+    }
     (out / "corpus.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return Corpus.open(out)
 
@@ -214,9 +249,9 @@ def _sources(
         yield split, read_documents(file, field=field, skipped=skipped)
 
 
-def _fraction(ids: np.ndarray) -> float:
-    """In [0, 1), by the document's tokens alone."""
-    return int.from_bytes(hashlib.sha256(ids.tobytes()).digest()[:8], "little") / 2**64
+def _fraction(ids: np.ndarray, purpose: bytes = b"") -> float:
+    """In [0, 1), by the document's tokens alone, for each purpose its own."""
+    return int.from_bytes(hashlib.sha256(purpose + ids.tobytes()).digest()[:8], "little") / 2**64
 
 
 class _Writer:
@@ -225,13 +260,15 @@ class _Writer:
         self._raw = (folder / f"{split}.tokens.raw").open("wb")
         self.lengths: list[int] = []
         self.categories: list[str] = []
+        self.sources: list[str] = []
 
-    def add(self, ids: np.ndarray, category: str) -> None:
+    def add(self, ids: np.ndarray, category: str, source: str) -> None:
         self._raw.write(ids.tobytes())
         self.lengths.append(len(ids))
         self.categories.append(category)
+        self.sources.append(source)
 
-    def finish(self, categories: list[str]) -> dict[str, dict[str, int]]:
+    def finish(self, categories: list[str], sources: list[str]) -> dict[str, dict[str, int]]:
         """Writes the arrays; documents and tokens by category."""
         self._raw.close()
         raw = self._folder / f"{self._split}.tokens.raw"
@@ -244,6 +281,12 @@ class _Writer:
         rows["length"], rows["start"] = lengths, np.cumsum(lengths) - lengths
         rows["category"] = [categories.index(c) for c in self.categories]
         np.save(self._folder / f"{self._split}.documents.npy", rows)
+        if sources:  # a document without one has -1
+            index = {name: i for i, name in enumerate(sources)}
+            np.save(
+                self._folder / f"{self._split}.sources.npy",
+                np.array([index.get(s, -1) for s in self.sources], np.int32),
+            )
         return {
             name: {"documents": int(mine.sum()), "tokens": int(lengths[mine].sum())}
             for i, name in enumerate(categories)

@@ -75,6 +75,23 @@ def loss_by_length(
     return result
 
 
+def loss_by_part(
+    losses: np.ndarray, packed: PackedTokens, part: np.ndarray, names: Sequence[str]
+) -> dict[str, MeanLoss]:
+    """`losses` of `token_losses`, by the part [document] of the text that a token's document is of, an index into `names` (-1: none)."""
+    if not len(names):
+        return {}
+    owner = packed.segment_document[np.maximum(packed.segments[:, 1:], 0)]
+    known, of = ~np.isnan(losses), part[owner]
+    result = {}
+    for index, name in enumerate(names):
+        if (mine := known & (of == index)).any():
+            result[name] = MeanLoss(
+                float(losses[mine].mean(dtype=np.float64)), int(mine.sum()), len(np.unique(owner[mine]))
+            )
+    return result
+
+
 @torch.no_grad()
 def dyck_by_shots(
     model: Evaluated, tokenizer: Any, *, prompts: int, seed: int, shots: Iterable[int] = SHOTS, device: str = "cpu"

@@ -28,11 +28,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A looped configuration and its budgets over the Baseline's."""
+    """A looped configuration and its budgets over the Baseline's.
+
+    `disproportion`: how far expert dim and query width over hidden size are from the Baseline's, relatively.
+    """
 
     config: LoopedMoEConfig
     ratios: Ratios
     tolerance: Ratios
+    disproportion: float = 0.0
 
     @property
     def residual(self) -> float:
@@ -46,6 +50,7 @@ def match(
     loop_start: int,
     loop_stop: int,
     visits: int = 2,
+    layers: int | None = None,
     mean_document: float = PAPER_DOCUMENT,
     steps: Steps = Steps(),
     experts: Sequence[int] | None = None,
@@ -58,6 +63,7 @@ def match(
     shape nearest the Baseline's own proportions comes first.
 
     Args:
+        layers: physical layers; None is the Baseline's. With others an unlooped shape can be matched too.
         experts: expert counts to try; None solves for the count.
         kv_heads: KV head counts to try; None is the Baseline's.
         full_width: only shapes whose query width is the hidden size, as in the paper's sparse rows; else the width may
@@ -70,16 +76,24 @@ def match(
     """
     if len(baseline.loop_spec.span):
         raise InputError("expected an unlooped Baseline to match, got a configuration with a loop span")
-    looped = replace(baseline, loop_start=loop_start, loop_stop=loop_stop, visits=visits)
+    looped = replace(
+        baseline, num_layers=layers or baseline.num_layers, loop_start=loop_start, loop_stop=loop_stop, visits=visits
+    )
     target = Budget.of(baseline, mean_document)
+    executed = looped.num_layers + (looped.visits - 1) * len(looped.loop_spec.span)
+    widest = int(baseline.hidden_size * max(1.0, baseline.num_layers / executed))  # fewer layers may be wider
     found = [
-        Candidate(config, Ratios.of(Budget.of(config, mean_document), target), tolerance)
-        for shape in _shapes(looped, steps, kv_heads or [baseline.num_kv_heads], full_width, target, tolerance.kv)
+        Candidate(
+            config, Ratios.of(Budget.of(config, mean_document), target), tolerance, _disproportion(config, baseline)
+        )
+        for shape in _shapes(
+            looped, steps, kv_heads or [baseline.num_kv_heads], full_width, target, tolerance.kv, widest
+        )
         for config in _with_experts(shape, steps, experts, target.total)
     ]
     if not found:
         raise InputError(f"no shape in steps of {steps} comes near the Baseline's KV cache; try smaller steps")
-    found.sort(key=lambda c: (max(round(c.residual, 1), 0.5), _disproportion(c.config, baseline)))
+    found.sort(key=lambda c: (max(round(c.residual, 1), 0.5), c.disproportion))
     if found[0].residual > 1:
         raise InputError(
             f"no shape in steps of {steps} has all three budgets within {tuple(tolerance)} of the Baseline's; the nearest "
@@ -95,6 +109,7 @@ def _shapes(
     full_width: bool,
     target: Budget,
     kv_tolerance: float,
+    widest: int,
 ) -> Iterator[LoopedMoEConfig]:
     """Hidden size and heads whose KV cache fits."""
     proportion = looped.num_heads * looped.head_dim / looped.hidden_size  # still the Baseline's
@@ -104,9 +119,7 @@ def _shapes(
         first = int(wanted * (1 - kv_tolerance)) // steps.head_dim * steps.head_dim
         dims = range(max(first, 2), int(wanted * (1 + kv_tolerance)) + 1, steps.head_dim)
         for dim in (d for d in dims if abs(d / wanted - 1) <= kv_tolerance):
-            for hidden in range(
-                looped.hidden_size // 2 // steps.hidden * steps.hidden, looped.hidden_size + 1, steps.hidden
-            ):
+            for hidden in range(looped.hidden_size // 2 // steps.hidden * steps.hidden, widest + 1, steps.hidden):
                 for heads in range(count, 2 * hidden // dim + 1, count):
                     width = heads * dim / hidden
                     fits = width == 1 if full_width else 0.7 <= width / proportion <= 1.4

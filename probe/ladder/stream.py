@@ -18,7 +18,7 @@ from visitlens.hooks.text.documents import Packer
 from visitlens.probe.ladder.corpus import SpecialTokens, TokenizedDocuments
 from visitlens.probe.samples.dyck_prompts import dyck_prompt
 
-DYCK_TRAINING, DYCK_VALIDATION = 1, 2  # first word of a prompt's seed: the two never meet
+DYCK_TRAINING, DYCK_VALIDATION, DYCK_DECAY = 1, 2, 3  # first word of a prompt's seed: they never meet
 MAX_SHOTS = 8
 
 
@@ -47,15 +47,23 @@ class TrainingStream:
         batch: int,
         dyck_share: float = 0.25,
         seed: int = 0,
+        only: np.ndarray | None = None,
+        prompts: int = DYCK_TRAINING,
     ) -> None:
+        """`only`: indices of the documents to read, all by default. `prompts`: first word of the Dyck prompts' seeds."""
         if not 0 <= dyck_share < 1:
             raise InputError(f"the share of Dyck prompts must lie in [0, 1), got {dyck_share}")
         self._documents, self._special, self._tokenizer = documents, special, tokenizer
-        self._batch, self._dyck_share, self._seed = batch, dyck_share, seed
+        self._batch, self._dyck_share, self._seed, self._prompts = batch, dyck_share, seed, prompts
         self._packer = Packer(context, special.bos)
+        chosen = None if only is None else set(only.tolist())
         room = context - 1  # BOS leads a piece that isn't its document's first
         self._pieces = np.concatenate(
-            [np.stack([np.full(-(-n // room), i), np.arange(0, n, room)], 1) for i, n in enumerate(documents.lengths)]
+            [
+                np.stack([np.full(-(-n // room), i), np.arange(0, n, room)], 1)
+                for i, n in enumerate(documents.lengths)
+                if chosen is None or i in chosen
+            ]
         )
         self._position = Position()
         self._order = self._permutation(0)
@@ -84,7 +92,7 @@ class TrainingStream:
         """A Dyck prompt whenever their share of tokens has fallen behind, else the next piece of text."""
         at = self._position
         if at.dyck_tokens * (1 - self._dyck_share) < at.text_tokens * self._dyck_share:
-            seed = (DYCK_TRAINING, self._seed, at.prompts)
+            seed = (self._prompts, self._seed, at.prompts)
             prompt = dyck_prompt(seed, self._tokenizer, shots=at.prompts % (MAX_SHOTS + 1)).tokens
             at.prompts += 1
             at.dyck_tokens += len(prompt) + 2

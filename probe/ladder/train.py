@@ -26,8 +26,8 @@ from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.text.documents import pack
 from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.ladder.corpus import Corpus
-from visitlens.probe.ladder.evaluate import dyck_by_shots, loss_by_length, token_losses
-from visitlens.probe.ladder.stream import DYCK_VALIDATION, TrainingStream
+from visitlens.probe.ladder.evaluate import dyck_by_shots, loss_by_length, loss_by_part, token_losses
+from visitlens.probe.ladder.stream import DYCK_DECAY, DYCK_TRAINING, DYCK_VALIDATION, TrainingStream
 from visitlens.probe.ladder.trainer import Recipe, Trainer
 
 Progress = Callable[[int, int, float], None]
@@ -69,7 +69,12 @@ def train(
         InputError: the corpus would be read more than `max_epochs` times, or has another vocabulary than the model.
         VisitlensError: the loss is no longer finite (the last checkpoint is kept), or `out` holds another run.
     """
-    epochs = recipe.horizons[-1] * (1 - recipe.dyck_share) / corpus.train.num_tokens
+    stable = recipe.horizons[-1] - (recipe.decay_tokens if recipe.decay_text else 0)
+    epochs = stable * (1 - recipe.dyck_share) / (corpus.train.num_tokens * (1 - recipe.decay_text))
+    if recipe.decay_text:
+        epochs = max(
+            epochs, recipe.decay_tokens * (1 - recipe.dyck_share) / (corpus.train.num_tokens * recipe.decay_text)
+        )
     if epochs > max_epochs:
         raise InputError(
             f"{recipe.horizons[-1]:,} tokens would read the corpus of {corpus.train.num_tokens:,} tokens {epochs:.1f} times; "
@@ -93,18 +98,28 @@ class _Run:
         self.config, self.recipe, self.corpus, self.out = config, recipe, corpus, out
         self.cadence, self.on_progress = cadence, on_progress
         self.tokenizer = load_tokenizer(corpus.tokenizer_file)
-        stream = TrainingStream(
-            corpus.train,
-            corpus.special,
+        self._stable_text, self._decay_text = (
+            corpus.train.set_apart(recipe.decay_text) if recipe.decay_text else (None, None)
+        )
+        self._stable_stream = self._stream()
+        self.trainer = Trainer(config, recipe, self._stable_stream, device, sharded=sharded)
+        self.metrics = _Metrics(out, writes=self.trainer.rank == 0)
+        self._samples: dict[int, _Sample] = {}
+
+    def _stream(self, decay: bool = False) -> TrainingStream:
+        """Of the stable run; with `decay`, from the start of the text that is kept for branches."""
+        recipe = self.recipe
+        return TrainingStream(
+            self.corpus.train,
+            self.corpus.special,
             self.tokenizer,
-            context=config.context_length,
+            context=self.config.context_length,
             batch=recipe.batch,
             dyck_share=recipe.dyck_share,
             seed=recipe.seed,
+            only=self._decay_text if decay else self._stable_text,
+            prompts=DYCK_DECAY if decay else DYCK_TRAINING,
         )
-        self.trainer = Trainer(config, recipe, stream, device, sharded=sharded)
-        self.metrics = _Metrics(out, writes=self.trainer.rank == 0)
-        self._samples: dict[int, tuple[dict[str, PackedTokens], np.ndarray]] = {}
 
     def finish(self) -> list[Path]:
         self._claim()
@@ -114,7 +129,9 @@ class _Run:
         """Refuses a folder in which another model, recipe or corpus was trained; horizons may be added."""
         identity: dict[str, Any] = {
             "config": self.config.to_dict(),
-            "recipe": {k: v for k, v in asdict(self.recipe).items() if k != "horizons"},
+            "recipe": {
+                k: v for k, v in asdict(self.recipe).items() if k != "horizons" and (k, v) != ("decay_text", 0.0)
+            },
             "corpus": {k: self.corpus.report[k] for k in ("tokenizer_sha256", "documents")},
         }
         file = self.out / "run.json"
@@ -137,13 +154,19 @@ class _Run:
             self.out / "stable.safetensors",
             self.out / f"branch-{horizon}.safetensors",
         )
+        separate = self._decay_text is not None
         if branch.is_file():
+            if separate:
+                trainer.stream = self._stream(decay=True)
             trainer.restore(branch)
         else:
+            trainer.stream = self._stable_stream
             if stable.is_file():
                 trainer.restore(stable)
             self.metrics.rewind(0, trainer.seen)
             self._advance(horizon - self.recipe.decay_tokens, None, stable)
+            if separate:
+                trainer.stream = self._stream(decay=True)
         self.metrics.rewind(horizon, trainer.seen)
         self._advance(horizon, horizon, branch)
         self._finish(folder, horizon)
@@ -180,7 +203,7 @@ class _Run:
             "recipe": asdict(self.recipe),
             "horizon": horizon,
             "tokens": trainer.seen,
-            "epochs": round(trainer.stream.state()["text_tokens"] / self.corpus.train.num_tokens, 4),
+            **self._reading(horizon),
             "core_seconds": round(trainer.seconds),
             "training_documents": len(self.corpus.train),
             "corpus_tokens": self.corpus.train.num_tokens,
@@ -200,35 +223,75 @@ class _Run:
             self.metrics.to_csv()
             (folder / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
+    def _reading(self, horizon: int) -> dict[str, Any]:
+        """How often the text was read; of a run that keeps some for its branches, both parts."""
+        tokens = self.trainer.stream.state()["text_tokens"]
+        if self._decay_text is None or self._stable_text is None:
+            return {"epochs": round(tokens / self.corpus.train.num_tokens, 4)}
+        stable, decay = (
+            int(self.corpus.train.lengths[at].sum(dtype=np.int64)) for at in (self._stable_text, self._decay_text)
+        )
+        share = (horizon - self.recipe.decay_tokens) * (1 - self.recipe.dyck_share)
+        documents = {"stable": len(self._stable_text), "decay": len(self._decay_text)}
+        return {
+            "epochs": round(share / stable, 4),
+            "decay_epochs": round(tokens / decay, 4),
+            "documents_by_phase": documents,
+        }
+
     def _validation(self, tokens: int) -> dict[str, Any]:
-        """Loss by category and by document length, over the first contexts of each category's documents."""
-        samples, lengths = self._sample(tokens)
+        """Loss by category, by document length and, where documents name one, by source; over the first documents of each."""
+        sample = self._sample(tokens)
+        samples = sample.packed
         losses = [
             token_losses(self.trainer.evaluated, packed, device=self.trainer.device) for packed in samples.values()
         ]
-        by_length = loss_by_length(np.concatenate(losses), _joined(list(samples.values())), lengths)
+        joined, every = _joined(list(samples.values())), np.concatenate(losses)
+        by_length = loss_by_length(every, joined, sample.lengths)
+        by_source = loss_by_part(every, joined, sample.sources, self.corpus.sources)
+        found = {name: asdict(mean) | {"category": sample.category[name]} for name, mean in by_source.items()}
         return {
+            **({"loss_by_source": found} if found else {}),
             "validation_loss": {
                 name: float(np.nanmean(mine, dtype=np.float64)) for name, mine in zip(samples, losses, strict=True)
             },
             "loss_by_length": {name: asdict(mean) for name, mean in by_length.items()},
         }
 
-    def _sample(self, tokens: int) -> tuple[dict[str, PackedTokens], np.ndarray]:
-        """The contexts of each category that hold its first `tokens` tokens, and the documents' whole lengths."""
+    def _sample(self, tokens: int) -> _Sample:
+        """`tokens` of each category's documents, divided equally over its sources; of text without sources the first contexts."""
         if tokens not in self._samples:
-            documents, config, lengths = self.corpus.validation, self.config, []
-            samples = {}
+            documents, config = self.corpus.validation, self.config
+            sources = np.full(len(documents), -1) if documents.sources is None else documents.sources
+            sample = _Sample({}, np.zeros(0, int), np.zeros(0, int), {})
             for index, name in enumerate(self.corpus.categories):
-                chosen = np.flatnonzero(documents.rows["category"] == index)
-                chosen = chosen[: int(np.searchsorted(np.cumsum(documents.lengths[chosen]), tokens)) + 1]
-                if len(chosen):
-                    whole = [np.array(documents[i]) for i in chosen]
-                    packed = pack(whole, config.context_length, config.bos_token_id, config.pad_token_id)
-                    samples[name] = packed = packed.first_contexts(tokens)
-                    lengths.append(documents.lengths[chosen[: len(packed.document_hash)]])
-            self._samples[tokens] = samples, np.concatenate(lengths)
+                mine = np.flatnonzero(documents.rows["category"] == index)
+                named = np.unique(sources[mine])
+                parts = [mine[sources[mine] == source] for source in named]
+                share = tokens // max(len(parts), 1)
+                chosen = [p[: int(np.searchsorted(np.cumsum(documents.lengths[p]), share)) + 1] for p in parts]
+                if not chosen:
+                    continue
+                at = np.concatenate(chosen)
+                whole = [np.array(documents[i]) for i in at]
+                packed = pack(whole, config.context_length, config.bos_token_id, config.pad_token_id)
+                sample.packed[name] = packed = packed if len(parts) > 1 else packed.first_contexts(tokens)
+                at = at[: len(packed.document_hash)]
+                sample.lengths = np.concatenate([sample.lengths, documents.lengths[at]])
+                sample.sources = np.concatenate([sample.sources, sources[at]])
+                sample.category |= {self.corpus.sources[source]: name for source in named if source >= 0}
+            self._samples[tokens] = sample
         return self._samples[tokens]
+
+
+@dataclass
+class _Sample:
+    """Contexts by category; of their documents in order the whole lengths and the sources' indices; each source's category."""
+
+    packed: dict[str, PackedTokens]
+    lengths: np.ndarray
+    sources: np.ndarray
+    category: dict[str, str]
 
 
 def _joined(packs: list[PackedTokens]) -> PackedTokens:

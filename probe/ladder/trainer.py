@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,12 +49,18 @@ class Recipe:
     dyck_share: float = 0.25
     dtype: str = "float32"
     seed: int = 0
+    decay_text: float = 0.0
+    """Share of training documents kept for decay branches: the stable run never reads them. 0: branches go on in the same text."""
 
     def __post_init__(self) -> None:
         rising = list(self.horizons) == sorted(set(self.horizons)) and len(self.horizons) > 0
         if not rising or self.decay_tokens < 1 or min(self.horizons) <= self.decay_tokens:
             raise InputError(
                 f"expected rising horizons, each longer than the decay of {self.decay_tokens} tokens, got {self.horizons}"
+            )
+        if not 0 <= self.decay_text < 1:
+            raise InputError(
+                f"expected a share of documents for decay branches from 0 to below 1, got {self.decay_text}"
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise InputError(f"train in float32 or bfloat16, got {self.dtype!r}")
@@ -64,6 +71,19 @@ class Recipe:
         ends = tuple(tokens * (i + 1) // horizons for i in range(horizons))
         warmup = min(cls.warmup_tokens, tokens // 10)
         return cls(ends, int(ends[0] * decay_share), **{"warmup_tokens": warmup, **options})
+
+    @classmethod
+    def forked(cls, updates: Sequence[int], decay_tokens: int, *, context: int, batch: int, **options: Any) -> Recipe:
+        """Branches that fork after these updates of `batch` contexts each and decay over `decay_tokens`, as the paper says its own.
+
+        Raises:
+            InputError: updates that aren't positive and rising.
+        """
+        if not updates or min(updates) < 1 or list(updates) != sorted(set(updates)):
+            raise InputError(f"expected rising numbers of updates at which branches fork, got {list(updates)}")
+        ends = tuple(n * batch * context + decay_tokens for n in updates)
+        warmup = min(cls.warmup_tokens, ends[-1] // 10)
+        return cls(ends, decay_tokens, **{"warmup_tokens": warmup, "batch": batch, **options})
 
     def rate_at(self, seen: int, horizon: int | None) -> float:
         """The rate of the update after `seen` tokens, on the stable run (None) or on the branch to `horizon`."""

@@ -11,6 +11,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.probe.ladder.budget import Budget, dense_control, sparsity
 from visitlens.probe.ladder.mini_grid import PLANS
+from visitlens.probe.ladder.sweep import SWEEP_FILE
 from visitlens.probe.ladder.tables import read_config
 from visitlens.probe.reading.grid import SIDES, Grid
 
@@ -27,6 +28,8 @@ def ladder_rows(folder: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: no grid there, or no finished model.
     """
+    if (folder / SWEEP_FILE).is_file():
+        return sweep_table(folder)
     grid = Grid.read(folder)
     document = PLANS[grid.name].mean_document if grid.name in PLANS else _MEAN_DOCUMENT
     rows: list[dict[str, Any]] = []
@@ -41,6 +44,35 @@ def ladder_rows(folder: Path) -> list[dict[str, Any]]:
                 rows += _rows(place, read_config(run), _report(run), control, document)
     if not rows:
         raise InputError(f"{folder}: no finished model yet; go on with `visitlens ladder train`")
+    return rows
+
+
+def sweep_table(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a trained sweep, with its axis and each point's layers, looped layers and visits; points without a finished model are left out.
+
+    Raises:
+        InputError: `sweep.json` isn't one, or no point is trained yet.
+    """
+    try:
+        found = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
+        points, document = found["points"], found["mean_document"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / SWEEP_FILE}: not the list of a sweep ({error}); write it again") from error
+    rows: list[dict[str, Any]] = []
+    for point in points:
+        runs = sorted((folder / point["name"]).glob("tokens-*/training.json"))
+        for run in (file.parent for file in runs):
+            config = read_config(run)
+            control = Budget.of(dense_control(config), document)
+            place = {
+                "arch": "looped" if point["looped"] else "Baseline",
+                "scale": folder.name,
+                "level": f"{config.num_experts} experts",
+            }
+            own = {key: point[key] for key in ("axis", "layers", "looped", "visits")}
+            rows += [{**row, **own} for row in _rows(place, config, _report(run), control, document)]
+    if not rows:
+        raise InputError(f"{folder}: no point of the sweep is trained yet; `visitlens ladder run` trains one")
     return rows
 
 

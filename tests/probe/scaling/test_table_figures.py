@@ -34,7 +34,7 @@ def study() -> Study:
 @every_figure
 def test_a_saved_json_draws_the_same_picture_in_every_theme(figure: TableFigure, study: Study) -> None:
     if figure.slug == "sweeps":
-        pytest.skip("drawn from a sweep's table: see test_sweeps.py")
+        pytest.skip("drawn from a sweep's table: see tests/probe/ladder/test_sweep.py")
     data = figure.data(study)
     saved = json.loads(json.dumps(data, allow_nan=False))
     for theme in THEMES.values():
