@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from visitlens.errors import InputError
 from visitlens.hooks.models.config import LoopedMoEConfig
@@ -176,7 +177,7 @@ def write_sweep(points: Sequence[Point], out: Path, mean_document: float = PAPER
     (out / SWEEP_FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def sweep_rows(points: Sequence[Point], mean_document: float = PAPER_DOCUMENT) -> list[dict[str, object]]:
+def sweep_rows(points: Sequence[Point], mean_document: float = PAPER_DOCUMENT) -> list[dict[str, Any]]:
     """Each point as a row: shape, loop, budgets over the Baseline's."""
     return [
         {

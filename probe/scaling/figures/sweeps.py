@@ -44,11 +44,11 @@ class Sweeps(TableFigure):
                 f"figure {self.slug} draws one axis among {', '.join(_X)}, got {sorted(set(table['axis'].tolist()))}"
             )
         last = table.where(table["D"] == table["D"].max())
-        own = [
+        own: list[dict[str, Any]] = [
             dict(zip(("layers", "looped", "visits", "loss"), row, strict=True))
             for row in zip(*(last[c].tolist() for c in ("layers", "looped", "visits", "loss")), strict=True)
         ]
-        groups = {f"ours, {last['scale'][0]}": own}
+        groups: dict[str, list[dict[str, Any]]] = {f"ours, {last['scale'][0]}": own}
         for row in printed()["sweeps"]["rows"]:
             if row["axis"] == axis:
                 groups.setdefault(f"SMELT's printed, 200M, S {row['level']}", []).append(row)
