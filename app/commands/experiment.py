@@ -18,7 +18,10 @@ from visitlens.errors import InputError
 def experiment(
     name: Annotated[str, typer.Argument(help="Which experiment; see --list.")] = "",
     model: Annotated[
-        str, typer.Option(help="Checkpoint folder (native or of transformers), hub name, or bundled: smelt, baseline, hops.")
+        str,
+        typer.Option(
+            help="Checkpoint folder (native or of transformers), hub name, or bundled: smelt, baseline, hops."
+        ),
     ] = "smelt",
     text: Annotated[Path | None, typer.Option(help="Text; the bundled held-out sample by default.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Stop after the context in which this token falls.")] = 8192,

@@ -67,7 +67,11 @@ def test_ablate_keeps_the_result_and_names_the_head(run: Run, checkpoints, recor
     code, out, err = run("ablate", rec, "--model", checkpoints["looped"], "--prompts", 9)
     assert code == 0, err
     printed = out.replace("\n", "")
-    assert "ablation-dyck-zero.json" in printed and f"layer {LAYER}, head {HEAD}" in printed and "sign flips over prompts" in printed
+    assert (
+        "ablation-dyck-zero.json" in printed
+        and f"layer {LAYER}, head {HEAD}" in printed
+        and "sign flips over prompts" in printed
+    )
     opened = vl.open(rec)
     assert opened.ablations()["dyck-zero"].top().head == HEAD == opened.dyck()["zero"].head
     before = {f: f.stat().st_mtime_ns for f in (rec / "analyses").iterdir()}
