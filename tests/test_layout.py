@@ -34,10 +34,11 @@ ROOMS = (
     ("probe.drawing", "probe.statistics"),
     ("probe.analyses.results", "probe.samples"),
     ("probe.reading", "probe.experiments"),
-    ("probe.gallery",),
+    ("probe.gallery", "probe.derived"),
     ("probe.figures",),
     ("probe.live",),
-    ("probe.jobs", "probe.model"),
+    ("probe.model",),
+    ("probe.jobs",),
     ("probe.analyses.ablation", "probe.ladder"),
     ("probe.report", "probe.scaling"),
     ("probe.scaling.figures",),
@@ -166,6 +167,30 @@ def test_a_room_says_its_subject_where_it_is_opened() -> None:
     assert not silent
 
 
+def test_the_map_of_contributing_names_every_room_on_its_floor() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = [name.replace("/", ".") for name in re.findall(r"^\| `([\w/]+)/` \|", text, re.M)]
+    floor = {room: n for n, rooms in enumerate(ROOMS) for room in rooms if room != "app"}
+    assert set(named) == set(floor) and len(named) == len(floor), "CONTRIBUTING.md: a line for each room, and no other"
+    assert [floor[room] for room in named] == sorted(floor[room] for room in named), (
+        "from the lowest floor to the highest"
+    )
+
+
+def test_the_tree_of_the_readme_names_folders_and_files_that_exist() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = text.partition("## Where the code lives")[2].partition("## More")[0]
+    top, wrong = "", []
+    for line in (line for line in tree.splitlines() if line.startswith("    ")):
+        deeper = line.startswith("      ")
+        names = re.findall(r"(?<![\w/])([\w/]+/|[\w/]+\.py)(?![\w/])", line)
+        if not deeper:
+            top = names[0]
+        below = ROOT / top if deeper else ROOT
+        wrong += [name for name in names if not (below / name).exists() and not list(below.rglob(name.rstrip("/")))]
+    assert top and not wrong
+
+
 def test_the_check_of_imports_sees_every_form(tmp_path: Path) -> None:
     code = (
         "import visitlens.app.a\nfrom visitlens import probe\nfrom visitlens.hooks.b import c\n"
@@ -248,6 +273,32 @@ def test_reading_and_drawing_never_import_torch(looped_recording: RecordedRun) -
     result = run_python(code, json.dumps(names), str(looped_recording.recording.path))
     assert result.returncode == 0, result.stderr
     assert result.stdout.split()[0] == str(len(names))
+
+
+BUDGET = """
+import json, sys
+import h5py, numpy, numpy.ma
+before = set(sys.modules)
+import visitlens
+imported = set(sys.modules) - before
+visitlens.open(sys.argv[1]).sink_mass().interval()
+opened = set(sys.modules) - before
+print(json.dumps([sorted(imported), sorted(opened)]))
+"""
+
+
+def test_importing_and_opening_stay_within_their_budget_of_modules(looped_recording: RecordedRun) -> None:
+    """Modules beside numpy's and h5py's: a count that says what a stopwatch on a busy machine can't."""
+    code = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n{BUDGET}"
+    result = run_python(code, str(looped_recording.recording.path))
+    assert result.returncode == 0, result.stderr
+    imported, opened = json.loads(result.stdout)
+    assert {name for name in imported if name.startswith("visitlens")} == {"visitlens", "visitlens.moved"}
+    assert len(imported) <= 20, imported
+    own = [name for name in opened if name.startswith("visitlens")]
+    assert len(own) <= 44, f"{len(own)} modules of visitlens to read one statistic: {own}"
+    others = [name for name in opened if name.partition(".")[0] not in ("visitlens", "numpy", "h5py")]
+    assert len(others) <= 60, f"{len(others)} other modules to read one statistic: {others}"
 
 
 def test_an_installed_package_of_a_folders_name_is_the_one_that_is_imported_from_the_root(tmp_path: Path) -> None:

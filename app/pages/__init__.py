@@ -2,7 +2,7 @@
 
     PATH = "/layers"            where it is; "/" is the Overview
     TITLE = "Layers"            in the navigation, which is sorted by ORDER
-    ORDER = 20
+    ORDER = 20                  a number of its own; pages of the same tens stand in one group
     NEEDS = ("looped",)         of "recording", "looped", "routing", "tokens", "model": what isn't met is shown as one
                                 sentence instead of the page (`context.describe_needs`)
     CONTROLS = ("layer",)       of "visits", "layer", "head", "metric", "agg", "segment", "other": the selectors above

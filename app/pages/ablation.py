@@ -8,7 +8,7 @@ from visitlens.app.panels.ablation import finding_card, maps_panel, ranked_card,
 from visitlens.app.panels.components import command, state
 from visitlens.app.view.view import View
 
-PATH, TITLE, ORDER = "/ablation", "Ablation", 41
+PATH, TITLE, ORDER = "/ablation", "Ablation", 42
 NEEDS = ("recording",)
 CONTROLS = ()
 PARAMETERS = ("analysis", "when")

@@ -7,7 +7,7 @@ from typing import Any
 from visitlens.app.panels.paper_figures import gallery
 from visitlens.app.view.view import View
 
-PATH, TITLE, ORDER = "/figures", "Figures", 41
+PATH, TITLE, ORDER = "/figures", "Figures", 43
 NEEDS = ("recording",)
 CONTROLS = ("other",)
 

@@ -27,7 +27,7 @@ from visitlens.errors import InputError, VisitlensError
 from visitlens.probe.live.head_scan import HeadScan, SilencedHead
 from visitlens.probe.live.live_run import LiveRun
 
-PATH, TITLE, ORDER = "/live", "Live probe", 40
+PATH, TITLE, ORDER = "/live", "Live probe", 41
 NEEDS = ("model",)
 CONTROLS = ()
 

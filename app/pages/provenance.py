@@ -13,7 +13,7 @@ from visitlens.hooks.text.encoder import document_ends
 from visitlens.probe.drawing.series import span
 from visitlens.probe.reading.pair import describe as describe_run
 
-PATH, TITLE, ORDER = "/provenance", "Provenance", 42
+PATH, TITLE, ORDER = "/provenance", "Provenance", 44
 NEEDS = ("recording",)
 
 

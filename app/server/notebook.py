@@ -71,6 +71,12 @@ def dashboard(
         InputError: a path that doesn't exist; options without a model; the port is taken or none; a field in `proxy` other than
             `{port}`.
         CheckpointError: no such checkpoint.
+
+    Examples:
+        >>> shown = vl.dashboard("run.vlens")
+        >>> shown.url
+        'http://127.0.0.1:...'
+        >>> shown.stop()
     """
     from waitress.server import create_server
 

@@ -59,6 +59,12 @@ def adapt(model: nn.Module, family: Family | str | None = None, **options: Any) 
 
     Raises:
         InputError: no adapter knows this kind of model, or an option that its family doesn't take.
+
+    Examples:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+        >>> vl.adapt(LlamaForCausalLM(config)).plan.visits
+        {0: 1, 1: 1}
     """
     if family is None or isinstance(family, str):
         kind = family or getattr(getattr(model, "config", None), "model_type", None)

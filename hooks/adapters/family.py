@@ -26,7 +26,12 @@ from visitlens.hooks.core.sites import SITES
 @dataclass(frozen=True)
 class Read:
     """A site is the input or output of a module below the layer ("" is the layer itself). `item` picks from several
-    arguments (a position or a keyword) or from a tuple of outputs; `names` are keywords under which an input may come."""
+    arguments (a position or a keyword) or from a tuple of outputs; `names` are keywords under which an input may come.
+
+    Examples:
+        >>> vl.Read("attn_write", "attention", "output").site
+        'attn_write'
+    """
 
     site: str
     module: str
@@ -69,6 +74,10 @@ class Layer:
 
     `attention` is the path below the module that calls the attention function, None where the layer has none. `visited` says
     which tokens a visit really has; None where each has all.
+
+    Examples:
+        >>> vl.Layer(("layers.0", "layers.4"), ()).modules  # two modules with the same weights: one physical layer
+        ('layers.0', 'layers.4')
     """
 
     modules: tuple[str, ...]
@@ -83,6 +92,11 @@ class Anatomy:
     """`layers` by physical layer; `order` is the physical layer of each step of one forward.
 
     `missing`, `absent`, `notes`: as in `ModelFacts`.
+
+    Examples:
+        >>> layers = (vl.Layer(("layers.0",), ()), vl.Layer(("layers.1",), ()))
+        >>> vl.Anatomy(layers, order=(0, 1, 1)).order
+        (0, 1, 1)
     """
 
     layers: tuple[Layer, ...]
@@ -98,7 +112,19 @@ class Anatomy:
 
 
 class Family(ABC):
-    """One model family; being in this folder is being registered."""
+    """One model family; being in this folder is being registered.
+
+    Examples:
+        >>> class Mine(vl.Family):
+        ...     model_types = ("mine",)
+        ...
+        ...     def anatomy(self, model):
+        ...         parts = (vl.Read("resid", ""), vl.Read("attn_write", "attn", "output"), vl.Read("moe_write", "mlp", "output"))
+        ...         layers = tuple(vl.Layer((f"layers.{i}",), parts) for i in range(2))
+        ...         return vl.Anatomy(layers, order=(0, 1, 1))  # layer 1 runs twice
+        >>> issubclass(Mine, vl.Family)
+        True
+    """
 
     model_types: ClassVar[tuple[str, ...]] = ()
     """Values of `config.model_type` that it fits; the first, or else the class, names a model that has none."""

@@ -110,6 +110,14 @@ def capture(model: InstrumentedModel, sites: Iterable[str]) -> Iterator[Captured
     Raises:
         PlanError: the model leaves its plan.
         InputError: an unknown site, or one that the model doesn't have; another thread is inside a capture of this model.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> tokens = model.run("Two visits of one layer.").token_ids  # [batch, token]
+        >>> with vl.capture(model.native, ["Q", "PV"]) as captured:
+        ...     logits = model.native(tokens)
+        >>> captured.get("PV", layer=3, visit=2).shape[-2:]  # [..., head, dimension]
+        torch.Size([6, 12])
     """
     keep_freed_memory()
     check_model(model)

@@ -43,7 +43,15 @@ class VisitPair:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """The steps of one forward, in order. Any order is a plan: the visit number counts a layer's runs."""
+    """The steps of one forward, in order. Any order is a plan: the visit number counts a layer's runs.
+
+    Examples:
+        >>> plan = vl.load("smelt").plan
+        >>> [(step.layer, step.visit) for step in plan.steps][:7]
+        [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (2, 2)]
+        >>> plan.looped_layers
+        (2, 3, 4, 5)
+    """
 
     steps: tuple[Step, ...]
 
@@ -109,7 +117,13 @@ class ExecutionPlan:
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """`layers` physical layers of which the contiguous `span` runs `visits` times."""
+    """`layers` physical layers of which the contiguous `span` runs `visits` times.
+
+    Examples:
+        >>> spec = vl.LoopSpec(layers=4, span=range(1, 3), visits=2)
+        >>> [(step.layer, step.visit) for step in spec.plan().steps]
+        [(0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1)]
+    """
 
     layers: int
     span: range

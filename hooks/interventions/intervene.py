@@ -12,6 +12,13 @@ however it ends.
 
 **Adapted models.** Whatever an adapter reads can be changed, and what it lacks is refused with its reason. Documents run
 one by one there, so `mean` without `over` and `resample` take from the run without these interventions (one more forward).
+
+Examples:
+    >>> model = vl.load("smelt")
+    >>> run = model.run("Two visits of one layer.")
+    >>> frozen = run.with_(vl.do.take("V", visit=2))  # visit 2 gets the values of visit 1
+    >>> bool((frozen.logits == run.logits).all())
+    False
 """
 
 from __future__ import annotations
@@ -90,6 +97,14 @@ def intervene(
     Raises:
         InputError: a place that the model doesn't have; another thread is inside a capture or an intervention of this model; on
             leaving, an intervention that matched nothing.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> tokens = model.run("Two visits of one layer.").token_ids
+        >>> with vl.intervene(model.native, vl.do.zero("PV", layer=3, visit=2, head=1)):
+        ...     changed = model.native(tokens)
+        >>> bool((changed == model.native(tokens)).all())
+        False
     """
     check_model(model)
     chain = flatten(interventions)

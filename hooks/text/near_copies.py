@@ -30,7 +30,7 @@ def without_near_copies(documents: Iterable[np.ndarray], hashes: np.ndarray) -> 
 
     What a document is a copy of depends on earlier documents alone, so a text that goes on keeps its hashes.
 
-    Example:
+    Examples:
         >>> text = np.arange(200)
         >>> changed = np.concatenate([[7, 7], text])
         >>> without_near_copies([text, changed, text[::-1]], np.array([11, 12, 13], dtype=np.uint64))

@@ -19,7 +19,7 @@ class TokenTexts:
     Called with one id, it gives that token alone; bytes that are no whole character show as `⟨E6 97⟩`. `sequence` gives the
     tokens of a text: a character whose bytes lie in several tokens stands at the first of them, `⋯` at the others.
 
-    Example:
+    Examples:
         >>> import visitlens as vl
         >>> from visitlens.hooks.text.token_texts import TokenTexts
         >>> model = vl.load("smelt")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import product
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -16,6 +15,16 @@ from visitlens.probe.measures.measure import Measure, StatArray, json_numbers
 
 INTERVAL = METHOD
 _STEP_AXES = {"step": ("layer", "visit"), "later_step": ("later_layer", "later_visit")}
+
+
+class Meaning(TypedDict):
+    """What a drawn number means: a Measure without its axes."""
+
+    name: str
+    title: str
+    unit: str
+    definition: str
+    paper: str
 
 
 def series(stat: StatArray, model: str, role: str, label: str) -> dict[str, Any]:
@@ -143,8 +152,14 @@ def _rows(
         }
 
 
-def _describe(measure: Measure) -> dict[str, str]:
-    return {key: value for key, value in asdict(measure).items() if key not in ("axes", "grouped")}
+def _describe(measure: Measure) -> Meaning:
+    return {
+        "name": measure.name,
+        "title": measure.title,
+        "unit": measure.unit,
+        "definition": measure.definition,
+        "paper": measure.paper,
+    }
 
 
 def _json_label(label: Any) -> int | str:

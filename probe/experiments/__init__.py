@@ -113,6 +113,12 @@ def run_experiment(name: str, model: InstrumentedModel | Model, sample: EvalSet,
 
     Raises:
         InputError: no such experiment or option, or what the experiment refuses.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> results = vl.run_experiment("skip_visit", model, model.sample(max_tokens=256))
+        >>> results.skip_block.axes
+        ('visit', 'slice')
     """
     from visitlens.hooks.core.model_interface import check_model
     from visitlens.probe.samples.sample import EvalSet

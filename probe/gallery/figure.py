@@ -6,6 +6,7 @@ import difflib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, Literal
 
 import plotly.graph_objects as go
@@ -33,6 +34,19 @@ class Figure(ABC):
     answers, in one sentence. `sides` are the models it draws: without the looped one there is no figure, without the
     Baseline the picture says so. `over` is what it draws of a grid: one cell, a row of scales, a column of sparsity levels,
     or all; a pair is a grid of one cell where `panels_of_a_pair` says so.
+
+    Examples:
+        >>> class Sinks(vl.Figure):
+        ...     slug, title, question = "sinks", "Sinks", "How much attention rests on the segment start?"
+        ...
+        ...     def content(self, looped, pair):
+        ...         return {"series": {}, "notes": [f"{looped.sink_mass().mean('head').mean('step').values:.0%}"]}
+        ...
+        ...     def draw(self, data, theme):
+        ...         return go.Figure(layout_title_text=data["notes"][0])
+        >>> registered = vl.register(Sinks)
+        >>> vl.figure("sinks", vl.open("run.vlens")).layout.title.text
+        '...%'
     """
 
     slug: ClassVar[str]
@@ -142,9 +156,17 @@ _FOLDER = "visitlens.probe.figures"
 def registered() -> tuple[Figure, ...]:
     """Every figure: those of `probe/figures` in the paper's order, then those that it doesn't have, then other packages'."""
     plugins.modules(_FOLDER)
-    own = sorted((cls() for cls in Figure.__subclasses__() if cls.__module__.startswith(f"{_FOLDER}.")), key=_place)
+    own = sorted(
+        (_made(cls) for cls in Figure.__subclasses__() if cls.__module__.startswith(f"{_FOLDER}.")), key=_place
+    )
     others = plugins.added("figures", _slug_of, [figure.slug for figure in own])
-    return (*own, *(cls() for cls in others.values()))
+    return (*own, *(_made(cls) for cls in others.values()))
+
+
+@cache
+def _made(cls: type[Figure]) -> Figure:
+    """One of each class, however often something is registered."""
+    return cls()
 
 
 def _place(figure: Figure) -> tuple[bool, int, str]:

@@ -26,6 +26,10 @@ def figure(name: str, source: Source, baseline: RecordedRun | None = None, *, th
     Raises:
         InputError: no such figure or theme, or no looped recording.
         RecordingError: the recording doesn't hold a measure that the figure draws.
+
+    Examples:
+        >>> vl.figure("sink-heads", vl.open("run.vlens")).layout.title.text
+        '<b>Attention on the segment start by head</b>'
     """
     chosen, drawn = find_theme(theme), find(name)
     return drawn.draw(drawn.data(_source(source, baseline)), chosen)
@@ -35,6 +39,10 @@ def figures(source: Source, baseline: RecordedRun | None = None, *, theme: str =
     """Every figure that the recordings allow, by slug; each that is left out is a warning with the reason.
 
     Arguments and errors are those of `figure`.
+
+    Examples:
+        >>> sorted(vl.figures(vl.open("run.vlens")))[-2:]
+        ['token-overlap', 'update-cosine']
     """
     chosen = find_theme(theme)
     return {drawing.figure.slug: drawing.plot(chosen) for drawing in prepare(_source(source, baseline), None, warn)}

@@ -80,6 +80,11 @@ def write_figures(
         InputError: an unknown figure, format or theme, or no looped recording.
         RecordingError: a figure that was asked for needs a measure that isn't recorded.
         StorageError: the folder can't be written.
+
+    Examples:
+        >>> pair = vl.Pair(vl.open("run.vlens"))
+        >>> [path.name for path in vl.write_figures(pair, "figures", ["sink-heads"], formats=["json", "csv"])]
+        ['sink-heads.json', 'sink-heads.csv']
     """
     check_formats(formats)
     chosen = find_theme(theme)

@@ -40,6 +40,7 @@ from visitlens.probe.jobs.document_groups import begun_groups, begun_in_other_gr
 from visitlens.probe.jobs.request import RunRequest
 from visitlens.probe.measures.collector import StatisticsCollector
 from visitlens.probe.measures.statistic import Geometry
+from visitlens.probe.model import load as models
 from visitlens.probe.reading.recorded_run import RecordedRun, open_recording
 
 _LONG = 2048
@@ -218,13 +219,18 @@ def record(
     **changes: Any,
 ) -> RecordedRun:
     """Records a model over text, as `visitlens record` does, and opens the recording; `prepare_recording` says before how
-    large it will be.
+    large it will be. `checkpoint` is a folder, a hub name, or a bundled model (`smelt`, `baseline`).
 
     `changes` are further options of `RunRequest.of`, for example `max_tokens=10_000`, `dtype="bfloat16"`,
     `workers=4` or `batch=8`.
 
     Raises:
         CheckpointError, InputError, RecordingError, StorageError: as the command.
+
+    Examples:
+        >>> rec = vl.record("smelt", "text.jsonl", "new.vlens", max_tokens=256)
+        >>> rec.recording.complete
+        True
     """
     return open_recording(prepare_recording(checkpoint, text, out, level=level, sites=sites, **changes).record())
 
@@ -242,12 +248,19 @@ def prepare_recording(
 
     Raises:
         As `record`.
+
+    Examples:
+        >>> planned = vl.prepare_recording("smelt", "text.jsonl", level="tokens")
+        >>> planned.contexts.num_tokens > 0, planned.bytes_needed > 0
+        (True, True)
     """
     if is_url(out):
         raise InputError(
             f"{out}: expected a folder; `visitlens record` writes into object stores, and `visitlens.open` reads there"
         )
-    return PreparedRun(RunRequest.of(checkpoint, text, out, level=level, sites=tuple(sites), **changes))
+    return PreparedRun(
+        RunRequest.of(models.checkpoint(checkpoint), text, out, level=level, sites=tuple(sites), **changes)
+    )
 
 
 def encoder_of(request: RunRequest, config: ModelConfig) -> TextEncoder:

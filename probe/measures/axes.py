@@ -1,6 +1,59 @@
-"""Labels of the fixed axes, for writers and readers. No torch."""
+"""Axes of measures: what labels their elements, by the plan of steps and the model's configuration. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from visitlens.hooks.core.loop_plan import ExecutionPlan
 
 STAGES = ("X", "Q", "K", "V", "PV", "O")
 Q_STAGES = ("Q", "PV")
 KV_STAGES = ("K", "V")
 COMPONENTS = ("update", "attn_write", "moe_write", "norm_output_attn", "norm_output_moe")
+
+Labels = Callable[[ExecutionPlan, Mapping[str, Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`labels(plan, config)`, one for each element. `layers(label)`: the physical layers that an element speaks of.
+    `sites`: label -> the site that the element is computed from, where a model may lack one of them."""
+
+    labels: Labels
+    layers: Callable[[Any], tuple[int, ...]] = lambda label: ()
+    sites: Mapping[Any, str] = field(default_factory=dict)
+
+
+def _numbered(name: str, more: int = 0) -> Axis:
+    return Axis(lambda plan, config: range(int(config.get(name) or 0) + more))
+
+
+def _named(*names: str) -> Axis:
+    return Axis(lambda plan, config: names)
+
+
+_STEPS = Axis(lambda plan, config: plan.steps, lambda step: (step.layer,))
+
+AXES: Mapping[str, Axis] = {
+    "step": _STEPS,
+    "later_step": _STEPS,
+    "pair": Axis(lambda plan, config: plan.pairs, lambda pair: (pair.layer,)),
+    "head": _numbered("num_heads"),
+    "kv_head": _numbered("num_kv_heads"),
+    "expert": _numbered("num_experts"),
+    "later_expert": _numbered("num_experts"),
+    "shared": _numbered("experts_per_token", more=1),
+    "stage": Axis(lambda plan, config: STAGES, sites={**{s: s for s in STAGES}, "O": "attn_write"}),
+    "q_stage": _named(*Q_STAGES),
+    "kv_stage": _named(*KV_STAGES),
+    "component": _named(*COMPONENTS),
+}
+"""Name -> axis. A statistic names those of its own in `Statistic.axes`."""
+
+
+def labels_of(axis: str, plan: ExecutionPlan, config: Mapping[str, Any], size: int) -> list[Any]:
+    """The labels of a recorded axis; numbers from 0 where neither the recording nor this version knows any."""
+    known = list(AXES[axis].labels(plan, config)) if axis in AXES else []
+    return known if len(known) == size else list(range(size))

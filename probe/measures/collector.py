@@ -13,7 +13,7 @@ from torch import Tensor
 from visitlens import plugins
 from visitlens.errors import InputError
 from visitlens.hooks.recording.format.totals import GroupTotals
-from visitlens.probe.measures.axes import STAGES
+from visitlens.probe.measures.axes import AXES
 from visitlens.probe.measures.measure import Measure
 from visitlens.probe.measures.phases import DECODE
 from visitlens.probe.measures.statistic import Geometry, Statistic, TokenValues, present, stack
@@ -40,6 +40,11 @@ def registered() -> tuple[type[Statistic], ...]:
 
 def _measures_of(name: str, cls: Any) -> list[str]:
     plugins.need(cls, Statistic, "measures", "sites")
+    if clash := sorted(AXES.keys() & cls.axes.keys()):
+        raise InputError(f"{cls.__name__}: the axis {', '.join(clash)} is a common one")
+    known = {*AXES, *cls.axes}
+    if unknown := sorted({axis for measure in cls.measures for axis in measure.axes} - known):
+        raise InputError(f"{cls.__name__} has no axis {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     return [measure.name for measure in cls.measures]
 
 
@@ -66,8 +71,11 @@ class StatisticsCollector:
                 raise InputError(f"no measure {', '.join(sorted(unknown))}; this model has {', '.join(names)}")
             available = [s for s in available if wanted & {m.name for m in s.measures}]
         self.statistics = available
+        self._axes = dict(AXES)
+        for statistic in available:
+            self._axes |= statistic.axes
         kept = [
-            (s, replace(m, package=plugins.package_of(type(s))))
+            (s, replace(m, package=plugins.package_of(type(s)), own_labels=self._own_labels(s, m)))
             for s in available
             for m in s.measures
             if m.name not in self.left_out
@@ -156,6 +164,10 @@ class StatisticsCollector:
         names = sorted(name for s in self.statistics for name in s.stored if name in self.measures)
         return {name: self._shape(self.measures[name]) for name in names}
 
+    def _own_labels(self, statistic: Statistic, measure: Measure) -> dict[str, tuple[str, ...]]:
+        own = {axis: statistic.axes[axis] for axis in measure.axes if axis in statistic.axes}
+        return {name: tuple(map(str, self.geometry.labels(axis))) for name, axis in own.items()}
+
     def _refusal(self, statistic: Statistic, measure: Measure) -> str:
         missing = self.geometry.missing
         return next((missing[need] for need in sorted(statistic.needs_of(measure.name)) if need in missing), "")
@@ -165,21 +177,18 @@ class StatisticsCollector:
         geometry = self.geometry
         needs = statistic.needs_of(measure.name)
         layers = {int(layer) for site in needs for layer in geometry.absent.get(site, {})}
-        steps = torch.tensor([step.layer in layers for step in geometry.plan.steps])
-        by_axis = {
-            "step": steps,
-            "later_step": steps,
-            "pair": torch.tensor([pair.layer in layers for pair in geometry.plan.pairs]),
-            "stage": torch.tensor([{"O": "attn_write"}.get(stage, stage) in geometry.missing for stage in STAGES]),
-        }
         cells = torch.zeros(self._shape(measure), dtype=torch.bool)
-        for at, axis in enumerate(measure.axes):
-            if axis in by_axis:
-                cells |= by_axis[axis].view([-1 if i == at else 1 for i in range(len(measure.axes))])
+        for at, name in enumerate(measure.axes):
+            axis = self._axes[name]
+            lacking = [
+                not layers.isdisjoint(axis.layers(label)) or axis.sites.get(label) in geometry.missing
+                for label in geometry.labels(axis)
+            ]
+            cells |= torch.tensor(lacking).view([-1 if i == at else 1 for i in range(len(measure.axes))])
         return cells
 
     def _shape(self, measure: Measure) -> tuple[int, ...]:
-        return tuple(self.geometry.size(axis) for axis in measure.axes)
+        return tuple(len(self.geometry.labels(self._axes[axis])) for axis in measure.axes)
 
     def _empty(self) -> dict[str, GroupTotals]:
         totals = {}

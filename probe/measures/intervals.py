@@ -43,7 +43,7 @@ def mean_and_replicates(total: np.ndarray, count: np.ndarray) -> tuple[np.ndarra
     Returns:
         The mean [*shape], NaN where count is 0, and replicates [group, *shape]; None with one group.
 
-    Example:
+    Examples:
         >>> mean_and_replicates(np.array([[5.0], [3.0]]), np.array([[1.0], [3.0]]))
         (array([2.]), array([[1.], [5.]]))
     """
@@ -183,7 +183,7 @@ def joined(one: Units, other: Units) -> Units:
 def t_quantile(p: float, degrees: np.ndarray | float) -> np.ndarray:
     """Quantile of Student's t, also of degrees that aren't whole.
 
-    Example:
+    Examples:
         >>> print(np.round(t_quantile(0.975, np.array([7, 29.0])), 3))
         [2.365 2.045]
     """
@@ -222,7 +222,7 @@ def _log_scale(degrees: np.ndarray) -> np.ndarray:
 def holm(p: Sequence[float] | np.ndarray) -> np.ndarray:
     """Holm's step-down correction over all elements; NaN stays NaN and isn't counted.
 
-    Example:
+    Examples:
         >>> print(holm([0.01, 0.04, 0.03]))
         [0.03 0.06 0.06]
     """

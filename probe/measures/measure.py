@@ -7,6 +7,7 @@ a ratio of visits or a difference of runs keeps a correct interval (`intervals`,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,15 @@ class Measure:
     """What a number means. Written into every recording, so that an old one describes itself.
 
     `axes` name the dimensions of one token's value, in order; `paper` is the place in SMELT (arXiv 2609.01343) or "ours".
-    `grouped=False` keeps one total for the whole recording: no interval can be formed. `package` is the one that brings
-    the statistic, where it isn't visitlens; the recorder fills it in.
+    `grouped=False` keeps one total for the whole recording: no interval can be formed. `symmetric=False`: of a pair, earlier and
+    later visit can't be exchanged. `package` is the one that brings
+    the statistic, where it isn't visitlens; the recorder fills it in, and `own_labels`, those of axes that the statistic
+    brings itself.
+
+    Examples:
+        >>> measure = vl.Measure("sink_mass", "Attention on the segment start", ("step", "head"), "share of mass", "P[i, start].", "6.4")
+        >>> measure.axes
+        ('step', 'head')
     """
 
     name: str
@@ -37,7 +45,9 @@ class Measure:
     definition: str
     paper: str
     grouped: bool = True
+    symmetric: bool = True
     package: str = ""
+    own_labels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def to_attributes(self) -> dict[str, str]:
         """As a recording holds it: axes joined by commas; the package where another one than visitlens defines it."""
@@ -47,7 +57,9 @@ class Measure:
             "unit": self.unit,
             "definition": self.definition,
             "paper": self.paper,
+            **({} if self.symmetric or _one_way(self.axes, self.unit) else {"symmetric": "no"}),
             **({"package": self.package} if self.package else {}),
+            **({"labels": json.dumps(self.own_labels)} if self.own_labels else {}),
         }
 
     @classmethod
@@ -55,7 +67,11 @@ class Measure:
         axes = tuple(a for a in attributes["axes"].split(",") if a)
         texts = {key: str(attributes[key]) for key in ("title", "unit", "definition", "paper")}
         package = str(attributes.get("package", ""))
-        return cls(name=name, axes=axes, grouped=grouped, package=package, **texts)
+        symmetric = attributes.get("symmetric") != "no" and not _one_way(axes, texts["unit"])
+        labels = _own_labels(attributes, axes)
+        return cls(
+            name=name, axes=axes, grouped=grouped, symmetric=symmetric, package=package, own_labels=labels, **texts
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,16 @@ class StatArray:
     replicate is of one). `span`: between what the values must lie; an interval is cut there.
     `counts [*axes]` is n, how many tokens each value is a mean of (of a mean over an axis, or of two arrays, the smallest
     behind it; None: not known). `ragged`: it is shown, because halting or routing leaves tokens out of visits.
+
+    Examples:
+        >>> sink = vl.open("run.vlens").sink_mass()  # [step, head]
+        >>> by_step = sink.mean("head")
+        >>> low, high = by_step.interval()
+        >>> by_step.values.shape, low.shape
+        ((12,), (12,))
+        >>> first, second = (vl.open("run.vlens").at_visit("sink_mass", visit) for visit in (1, 2))
+        >>> (second - first).axes, (second / first).measure.unit
+        (('layer', 'head'), 'ratio')
     """
 
     measure: Measure
@@ -229,6 +255,50 @@ class StatArray:
     def _blocks(self, unnamed: str) -> intervals.Units:
         return self.units or ((unnamed, 0 if self.replicates is None else len(self.replicates)),)
 
+    def __sub__(self, other: StatArray | float) -> StatArray:
+        """Element by element, with the interval of the difference.
+
+        Raises:
+            InputError: other axes or other labels.
+        """
+        return self._with(other, np.subtract, "minus", self.measure.unit)
+
+    def __truediv__(self, other: StatArray | float) -> StatArray:
+        """Element by element, with the interval of the ratio; NaN or infinite where `other` is 0. Raises as `-`."""
+        return self._with(other, np.divide, "over", "ratio")
+
+    def _with(self, other: Any, operation: Callable[[Any, Any], Any], word: str, unit: str) -> StatArray:
+        mine = self.measure
+        if isinstance(other, (int, float)):
+            title = f"{mine.title} {word} {other:g}"
+            return self.combine(other, operation, replace(mine, title=title, unit=mine.unit))
+        if not isinstance(other, StatArray):
+            return NotImplemented
+        if self.axes != other.axes:
+            raise InputError(
+                f"{mine.name} has axes {self.axes}, {other.measure.name} has {other.axes}; `sel` or `mean`"
+            )
+        for axis in self.axes:
+            if list(self.labels[axis]) != list(other.labels[axis]):
+                raise InputError(
+                    f"{mine.name} and {other.measure.name} have other labels along {axis}: {list(self.labels[axis])!r:.80} "
+                    f"and {list(other.labels[axis])!r:.80}; choose the same by `sel`"
+                )
+        theirs = other.measure
+        return self.combine(
+            other,
+            operation,
+            Measure(
+                name=mine.name if mine.name == theirs.name else f"{mine.name}_{word}_{theirs.name}",
+                title=f"{mine.title} {word} {theirs.title}",
+                axes=self.axes,
+                unit=unit,
+                definition=f"({mine.definition}) {word} ({theirs.definition})",
+                paper="ours",
+                symmetric=mine.symmetric and theirs.symmetric,
+            ),
+        )
+
     def rename(self, **changes: Any) -> StatArray:
         """With another name, title, unit, definition or paper in its measure."""
         return replace(self, measure=replace(self.measure, **changes))
@@ -302,6 +372,20 @@ class StatArray:
         axes = tuple(a for a in self.axes if a != axis)
         labels = {a: labels for a, labels in self.labels.items() if a != axis}
         return self.rearranged(reduce, measure=replace(self.measure, axes=axes), labels=labels, aggregation=aggregation)
+
+
+def _one_way(axes: Sequence[str], unit: str) -> bool:
+    """How recordings of version 0.1 tell that visits can't be exchanged: no attribute does so for these, so that they go on."""
+    return "pair" in axes and unit == "ratio"
+
+
+def _own_labels(attributes: Mapping[str, str], axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What a recording says of axes that this version doesn't know; nothing where it isn't readable."""
+    try:
+        found = json.loads(attributes.get("labels", "{}"))
+        return {str(axis): tuple(map(str, labels)) for axis, labels in found.items() if axis in axes}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _bounds(low: np.ndarray, high: np.ndarray) -> str:

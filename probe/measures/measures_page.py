@@ -5,7 +5,11 @@ python -m visitlens.probe.measures.measures_page > docs/measures.md
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from visitlens.probe.measures import derived
 from visitlens.probe.measures.collector import registered
+from visitlens.probe.measures.measure import Measure
 
 _HEAD = """# Measures
 
@@ -21,19 +25,32 @@ its own). **Intervals** are 95 % jackknife intervals over those groups, studenti
 ([Uncertainty](uncertainty.md) has what they cover), paired between measures and between both recordings of a pair of the same documents. A token whose value is NaN or infinite is counted and
 never averaged in; tokens that a definition leaves out are counted too.
 
-| measure | axes | unit | definition | paper |
+"""
+_TABLE = """| measure | axes | unit | definition | paper |
 |---|---|---|---|---|
+"""
+_DERIVED = """
+## Derived
+
+Computed from recorded measures when they are asked for: `rec.derived("expert_overlap", visits=(1, 2))`, `visitlens export RECORDING --what expert_overlap`. `layer` is a looped
+layer, compared at two visits; `layer_pair` two different ones.
+
 """
 
 
 def measures_page() -> str:
     """The page, as Markdown."""
+    recorded = _rows(measure for statistic in registered() for measure in statistic.measures)
+    computed = _rows(found.measure for found in derived.registered().values())
+    return f"{_HEAD}{_TABLE}{recorded}{_DERIVED}{_TABLE}{computed}"
+
+
+def _rows(measures: Iterable[Measure]) -> str:
     rows = []
-    for statistic in registered():
-        for measure in statistic.measures:
-            cells = (f"`{measure.name}`", ", ".join(measure.axes), measure.unit, measure.definition, measure.paper)
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return _HEAD + "\n".join(sorted(rows)) + "\n"
+    for measure in measures:
+        cells = (f"`{measure.name}`", ", ".join(measure.axes), measure.unit, measure.definition, measure.paper)
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(sorted(rows))
 
 
 if __name__ == "__main__":

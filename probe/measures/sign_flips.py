@@ -35,7 +35,7 @@ class FlipTest:
 def flip_test(total: np.ndarray, count: np.ndarray, seed: int = 0) -> FlipTest:
     """Two-sided tests of effects `total / count`, sums [document group, *shape].
 
-    Example:
+    Examples:
         >>> rng = np.random.default_rng(0)
         >>> test = flip_test(rng.normal([0, 2], 1, (8, 2)), np.ones((8, 2)))
         >>> print(test.p_family <= 0.05)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visitlens.hooks.core.loop_plan import ExecutionPlan
+from visitlens.probe.measures.axes import AXES, Axis
 from visitlens.probe.measures.measure import Measure
 
 if TYPE_CHECKING:
@@ -42,27 +43,24 @@ class Geometry:
         return cls(plan, **sizes, missing=missing, absent=config.get("absent", {}))
 
     def size(self, axis: str) -> int:
-        """Length of a measure's axis."""
-        return {
-            "step": len(self.plan),
-            "later_step": len(self.plan),
-            "pair": len(self.plan.pairs),
-            "head": self.num_heads,
-            "kv_head": self.num_kv_heads,
-            "expert": self.num_experts,
-            "later_expert": self.num_experts,
-            "shared": self.experts_per_token + 1,
-            "stage": 6,
-            "q_stage": 2,
-            "kv_stage": 2,
-            "component": 5,
-        }[axis]
+        """Length of one of the common axes (`measures.axes`)."""
+        return len(self.labels(AXES[axis]))
+
+    def labels(self, axis: Axis) -> list[Any]:
+        """One for each element of an axis."""
+        return list(axis.labels(self.plan, vars(self)))
 
 
 @dataclass(frozen=True)
 class TokenValues:
     """`values [token, *axes]`; `valid` of a shape that broadcasts to it, False where the definition leaves a token out.
-    `everywhere`: of tokens that aren't at a visit too, which are left out otherwise."""
+    `everywhere`: of tokens that aren't at a visit too, which are left out otherwise.
+
+    Examples:
+        >>> values = vl.TokenValues(torch.ones(4, 12), valid=torch.tensor([False, True, True, True]).view(-1, 1))
+        >>> values.values.shape  # [token, step]; the first token is left out
+        torch.Size([4, 12])
+    """
 
     values: Tensor
     valid: Tensor | None = None
@@ -91,7 +89,20 @@ class GroupSums:
 
 
 class Statistic(ABC):
-    """One file in this folder holds one statistic; being there is being registered."""
+    """One file in this folder holds one statistic; being there is being registered.
+
+    Examples:
+        >>> class WriteSize(vl.Statistic):
+        ...     measures = (vl.Measure("write_size", "Size of the attention write", ("step",), "norm", "|d_attn|.", "ours"),)
+        ...     sites = frozenset({"attn_write"})
+        ...
+        ...     def per_token(self, values, geometry):
+        ...         sizes = [values.site("attn_write", step.index).norm(dim=-1) for step in geometry.plan.steps]
+        ...         return {"write_size": vl.TokenValues(torch.stack(sizes, dim=1))}  # [token, step]
+        >>> registered = vl.register(WriteSize)
+        >>> vl.record("smelt", "text.jsonl", "sizes.vlens", measures=["write_size"], max_tokens=256).stat("write_size").axes
+        ('step',)
+    """
 
     measures: ClassVar[tuple[Measure, ...]]
     sites: ClassVar[frozenset[str]]
@@ -99,6 +110,8 @@ class Statistic(ABC):
     """True: needs two visits of a layer, so an unlooped model has none of it."""
     stored: ClassVar[frozenset[str]] = frozenset()
     """Measures whose per-token values are kept at level `tokens`."""
+    axes: ClassVar[Mapping[str, Axis]] = {}
+    """Axes of its own, by name, beside the common ones of `measures.axes`; recordings keep their labels as text."""
 
     needs: ClassVar[Mapping[str, frozenset[str]]] = {}
     """Measure -> what it can't do without among `sites` and `hooks.core.sites.ASSUMPTIONS`; all of `sites` where it isn't here.

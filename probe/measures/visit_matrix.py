@@ -21,7 +21,7 @@ def visit_matrix(stat: StatArray, plan: ExecutionPlan, layer: int) -> StatArray:
             f"expected a measure of pairs and a looped layer among {list(plan.looped_layers)}, got "
             f"{stat.measure.name!r} [{', '.join(stat.axes)}] and layer {layer}"
         )
-    symmetric = stat.measure.unit != "ratio" and not any(axis.startswith("later_") for axis in stat.axes)
+    symmetric = stat.measure.symmetric and not any(axis.startswith("later_") for axis in stat.axes)
     visits = plan.visits[layer]
 
     def square(values: np.ndarray, lead: int) -> np.ndarray:

@@ -62,6 +62,12 @@ def load(
     Raises:
         CheckpointError: no such checkpoint, or a damaged one.
         InputError: a recording; those are opened with `visitlens.open`. A model without its tokenizer, or of no known family.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> run = model.run("The router picks eight experts.")
+        >>> run.site("V", layer=3, visit=2).ndim
+        3
     """
     if not isinstance(source, (str, Path)):
         from visitlens.probe.model.model import model_of

@@ -124,7 +124,7 @@ class Model:
             InputError: an empty prompt, or one above `limit`.
             MemoryLimitError: the machine's or the device's memory doesn't suffice.
 
-        Example:
+        Examples:
             >>> import visitlens as vl
             >>> model = vl.load("smelt")
             >>> trace = model.trace("Input: ( [ {\nOutput:")

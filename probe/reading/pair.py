@@ -20,6 +20,11 @@ class Pair:
 
     Raises:
         InputError: both are missing, or a recording is on the wrong side.
+
+    Examples:
+        >>> pair = vl.Pair(vl.open("run.vlens"))  # or Pair(looped, baseline)
+        >>> pair.warnings()[-1]
+        "No Baseline's recording was given: what compares the two models is left out."
     """
 
     looped: RecordedRun | None

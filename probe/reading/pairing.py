@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,15 +45,6 @@ def pair(a: RecordedRun, b: RecordedRun) -> Pairing:
         else:  # groups by hash, as in the recording of more documents
             places = (hashes % np.uint64(most)).astype(np.int64) if each_its_own else np.arange(run.groups) % most
             count = most
-        lined_up.append(_regrouped(run, places, count, f"{a.group_names} with {b.group_names}"))
+        lined_up.append(run.regrouped(places, count, f"{a.group_names} with {b.group_names}"))
     words = f"paired where the documents are the same: {shared:,} of {len(ours):,} and {len(theirs):,}"
     return Pairing(lined_up[0], lined_up[1], True, words)
-
-
-def _regrouped(run: RecordedRun, places: np.ndarray, groups: int, name: str) -> RecordedRun:
-    recording = copy.copy(run.recording)
-    recording.__dict__["totals"] = {
-        name: totals.regrouped(places, groups) if totals.total.shape[0] == run.groups else totals
-        for name, totals in run.recording.totals.items()
-    }
-    return RecordedRun(recording, groups=name)

@@ -8,7 +8,7 @@ rec.expert_overlap().plot()
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,17 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError, RecordingError
-from visitlens.hooks.core.loop_plan import Step
+from visitlens.hooks.core.loop_plan import Step, VisitPair
 from visitlens.hooks.recording.format.totals import GroupTotals
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.plugins import is_installed
 from visitlens.probe.analyses.results import store as analyses
-from visitlens.probe.measures.axes import COMPONENTS, KV_STAGES, Q_STAGES, STAGES
+from visitlens.probe.measures import derived
+from visitlens.probe.measures.axes import labels_of
 from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.measures.phases import PHASES, of_phase
 from visitlens.probe.measures.visit_matrix import at_steps, relabel, visit_matrix
-from visitlens.probe.reading import expert_loads
-
-_NORM_MEASURES = {
-    "update": "update_rms",
-    "attn_write": "attn_write_rms",
-    "moe_write": "moe_write_rms",
-    "norm_output_attn": "norm_output_attn_rms",
-    "norm_output_moe": "norm_output_moe_rms",
-}
 
 
 def open_recording(path: str | Path, *, trusted: bool = False) -> RecordedRun:
@@ -43,6 +35,11 @@ def open_recording(path: str | Path, *, trusted: bool = False) -> RecordedRun:
 
     Every file is checked before its data are read (docs/recording.md); `trusted=True`, for recordings of your own, spares
     the costly part of that.
+
+    Examples:
+        >>> rec = vl.open("run.vlens")
+        >>> rec
+        RecordedRun(run: 8 layers, 4 layers run 2 times, ...
     """
     return RecordedRun(Recording(path, trusted=trusted))
 
@@ -52,10 +49,23 @@ class RecordedRun:
 
     Methods that compare visits take `visits=(a, b)`, 1-based; the default is the first and the last. Layer axes are
     labelled by 0-based physical layer and hold looped layers only.
+
+    Examples:
+        >>> rec = vl.open("run.vlens")
+        >>> rec.expert_overlap(visits=(1, 2)).labels["layer"]
+        [2, 3, 4, 5]
+        >>> rec.at_visit("sink_mass", visit=2).axes
+        ('layer', 'head')
     """
 
-    def __init__(self, recording: Recording, phase: str | None = None, groups: str = "") -> None:
-        self.recording, self._phase, self._groups = recording, phase, groups
+    def __init__(
+        self,
+        recording: Recording,
+        phase: str | None = None,
+        groups: str = "",
+        totals: Mapping[str, GroupTotals] | None = None,
+    ) -> None:
+        self.recording, self._phase, self._groups, self._given = recording, phase, groups, totals
         self.plan = recording.plan
         self._stats: dict[str, StatArray] = {}
 
@@ -96,15 +106,20 @@ class RecordedRun:
                 f"expected a phase among {', '.join(PHASES)} of a recording made with --generate, got {name!r} of {self.name}"
                 + ("" if self.recording.generated else ", whose texts weren't generated")
             )
-        return RecordedRun(self.recording, name, self._groups)
+        return RecordedRun(self.recording, name, self._groups, self._given)
 
     @property
-    def _totals(self) -> dict[str, GroupTotals]:
-        return of_phase(self.recording.totals, None) if self._phase is None else self._phase_totals
+    def _all(self) -> Mapping[str, GroupTotals]:
+        """Of every phase."""
+        return self.recording.totals if self._given is None else self._given
+
+    @property
+    def _totals(self) -> Mapping[str, GroupTotals]:
+        return of_phase(self._all, None) if self._phase is None else self._phase_totals
 
     @cached_property
     def _phase_totals(self) -> dict[str, GroupTotals]:
-        return of_phase(self.recording.totals, self._phase)
+        return of_phase(self._all, self._phase)
 
     @cached_property
     def tokens(self) -> int:
@@ -143,7 +158,7 @@ class RecordedRun:
         self._stats[name] = mean_of(
             measure,
             (totals.total, totals.count),
-            {axis: self._labels(axis, size) for axis, size in sizes},
+            {axis: self._labels(measure, axis, size) for axis, size in sizes},
             groups=self.group_names,
             documents=self.recording.documents,
             tokens=self.tokens,
@@ -169,11 +184,42 @@ class RecordedRun:
             **({"phase": self._phase} if self._phase else {}),
         }
 
+    def derived(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
+        """A number computed from recorded measures, over its axes; docs/measures.md lists them.
+
+        Raises:
+            InputError: no such number.
+            RecordingError: the recording doesn't hold a measure that it is computed from.
+        """
+        return derived.find(name).of(self, visits)
+
+    def regrouped(self, places: np.ndarray, groups: int, name: str) -> RecordedRun:
+        """The same recording with its sums in other document groups: group i goes to `places[i]` of `groups`, `name` says which they
+        are. The phase stays."""
+        moved = {
+            measure: totals.regrouped(places, groups) if totals.total.shape[0] == self.groups else totals
+            for measure, totals in self._all.items()
+        }
+        return RecordedRun(self.recording, self._phase, name, moved)
+
     # One visit pair, or one visit, of the looped layers
+
+    def pairs(self, visits: tuple[int, int] | None = None) -> tuple[VisitPair, ...]:
+        """These two visits of each looped layer, by default the first and the last.
+
+        Raises:
+            RecordingError: an unlooped recording.
+            InputError: no such visits.
+        """
+        if not self.looped:
+            raise RecordingError(
+                f"{self.recording.place}: an unlooped model has one visit a layer, so there are no visits to compare"
+            )
+        return self.plan.visit_pairs(*visits) if visits else self.plan.visit_pairs()
 
     def between_visits(self, name: str, visits: tuple[int, int] | None = None) -> StatArray:
         """A `pair` measure for one pair of visits, the axis relabelled `layer`."""
-        chosen = self._pairs(visits)
+        chosen = self.pairs(visits)
         stat = self.stat(name).sel(pair=lambda pair: pair in chosen)
         return relabel(stat, "pair", "layer", [pair.layer for pair in chosen])
 
@@ -196,7 +242,7 @@ class RecordedRun:
 
     def both_visits(self, name: str, visits: tuple[int, int] | None = None) -> tuple[StatArray, StatArray]:
         """A `step` measure at the earlier and at the later visit of each looped layer, each with a `layer` axis."""
-        pairs = self._pairs(visits)
+        pairs = self.pairs(visits)
         stat = self.stat(name)
         return at_steps(stat, [p.earlier for p in pairs]), at_steps(stat, [p.later for p in pairs])
 
@@ -204,17 +250,7 @@ class RecordedRun:
 
     def expert_overlap(self, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer] shared experts / k."""
-        k = self.recording.config["experts_per_token"]
-        stat = self.between_visits("shared_expert_count", visits)
-        measure = Measure(
-            "expert_overlap",
-            "Expert overlap between two visits",
-            ("layer",),
-            "share of k",
-            "|S1 ∩ S2| / k.",
-            "6.1, html Figure 23c",
-        )
-        return stat.combine(k, np.divide, measure)
+        return self.derived("expert_overlap", visits)
 
     def shared_experts(self, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer, shared] share of tokens that share 0..k experts."""
@@ -225,12 +261,12 @@ class RecordedRun:
         return self.recording.config["experts_per_token"] / self.recording.config["num_experts"]
 
     def expert_overlap_chance_by_load(self, visits: tuple[int, int] | None = None) -> StatArray:
-        """[layer] overlap expected if each visit chose independently by its own expert loads (`expert_loads.chance_by_load`)."""
-        return expert_loads.chance_by_load(self, visits)
+        """[layer] overlap expected if each visit chose independently by its own expert loads."""
+        return self.derived("expert_overlap_chance_by_load", visits)
 
     def load_imbalance(self) -> StatArray:
         """[step] E times the sum of squared shares of routed slots: 1 if balanced, E if one expert took all."""
-        return expert_loads.imbalance(self)
+        return self.derived("load_imbalance")
 
     # Residual stream (6.2)
 
@@ -240,14 +276,11 @@ class RecordedRun:
         `component`: update, attn_write, moe_write, norm_output (the mean of both norms' ratios), norm_output_attn,
         norm_output_moe. The token-by-token alternative is `between_visits("token_norm_ratio")`.
         """
-        if component == "norm_output":
-            measure = _ratio_measure("norm_output", "RMSNorm output, mean of the block's two norms")
-            attn, moe = (self.norm_ratio(f"norm_output_{part}", visits) for part in ("attn", "moe"))
-            return attn.combine(moe, lambda x, y: (x + y) / 2, measure)
-        if component not in _NORM_MEASURES:
-            raise InputError(f"expected a component among norm_output, {', '.join(_NORM_MEASURES)}, got {component!r}")
-        earlier, later = self.both_visits(_NORM_MEASURES[component], visits)
-        return later.combine(earlier, np.divide, _ratio_measure(component, earlier.measure.title))
+        prefix = "norm_ratio_"
+        known = [name.removeprefix(prefix) for name in derived.registered() if name.startswith(prefix)]
+        if component not in known:
+            raise InputError(f"expected a component among {', '.join(known)}, got {component!r}")
+        return self.derived(prefix + component, visits)
 
     def update_cosine(self) -> StatArray:
         """[step, later_step] cosine between the updates of every two steps."""
@@ -255,32 +288,11 @@ class RecordedRun:
 
     def update_cosine_same_layer(self, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer] cosine between a layer's updates at two visits: the cross-visit diagonal."""
-        pairs = self._pairs(visits)
-        cells = [(pair.earlier.index, pair.later.index) for pair in pairs]
-        measure = Measure(
-            "update_cosine_same_layer",
-            "Update cosine, same layer at two visits",
-            ("layer",),
-            "cosine",
-            "cos(d, d') of one layer's updates at two visits.",
-            "6.2, html Figures 23d, 24",
-        )
-        return self._cosine_cells(cells, measure, [pair.layer for pair in pairs])
+        return self.derived("update_cosine_same_layer", visits)
 
     def update_cosine_other_layers(self, visits: tuple[int, int] | None = None) -> StatArray:
         """[layer_pair] the same between different layers of the two visits: what the diagonal is compared with."""
-        pairs = self._pairs(visits)
-        crossed = [(a, b) for a in pairs for b in pairs if a.layer != b.layer]
-        cells = [(a.earlier.index, b.later.index) for a, b in crossed]
-        measure = Measure(
-            "update_cosine_other_layers",
-            "Update cosine, different layers at two visits",
-            ("layer_pair",),
-            "cosine",
-            "cos(d, d') of different layers' updates, one at each visit.",
-            "6.2, html Figure 24",
-        )
-        return self._cosine_cells(cells, measure, [(a.layer, b.layer) for a, b in crossed])
+        return self.derived("update_cosine_other_layers", visits)
 
     # Attention (6.3, 6.4)
 
@@ -317,32 +329,9 @@ class RecordedRun:
         path = self.recording.path
         return {n: analyses.load(path, analyses.DYCK, n) for n in analyses.stored(path, analyses.DYCK)}
 
-    def _cosine_cells(self, cells: list[tuple[int, int]], measure: Measure, labels: list[Any]) -> StatArray:
-        full = self.update_cosine()
-        rows, columns = [a for a, _ in cells], [b for _, b in cells]
-        named = {measure.axes[0]: labels}
-        return full.rearranged(
-            lambda a, lead: a[(slice(None),) * lead + (rows, columns)], measure=measure, labels=named
-        )
-
-    def _pairs(self, visits: tuple[int, int] | None) -> tuple[Any, ...]:
-        if not self.looped:
-            raise RecordingError(
-                f"{self.recording.place}: an unlooped model has one visit a layer, so there are no visits to compare"
-            )
-        return self.plan.visit_pairs(*visits) if visits else self.plan.visit_pairs()
-
-    def _labels(self, axis: str, size: int) -> list[Any]:
-        fixed: dict[str, Callable[[], Any]] = {
-            "step": lambda: self.plan.steps,
-            "later_step": lambda: self.plan.steps,
-            "pair": lambda: self.plan.pairs,
-            "stage": lambda: STAGES,
-            "q_stage": lambda: Q_STAGES,
-            "kv_stage": lambda: KV_STAGES,
-            "component": lambda: COMPONENTS,
-        }
-        return list(fixed[axis]()) if axis in fixed else list(range(size))
+    def _labels(self, measure: Measure, axis: str, size: int) -> list[Any]:
+        own = measure.own_labels.get(axis, ())
+        return list(own) if len(own) == size else labels_of(axis, self.plan, self.recording.config, size)
 
     def _repr_html_(self) -> str:
         from visitlens.probe.drawing.notebook_html import recording_html
@@ -373,14 +362,3 @@ def absent_sentences(run: RecordedRun) -> list[str]:
 def step_label(step: Step) -> str:
     """Short, for axes: `3·2` is layer 3 at visit 2."""
     return f"{step.layer}·{step.visit}"
-
-
-def _ratio_measure(component: str, title: str) -> Measure:
-    return Measure(
-        f"norm_ratio_{component}",
-        f"{title}: later visit over earlier",
-        ("layer",),
-        "ratio",
-        "Mean over tokens of the norm at the later visit / the same at the earlier, per layer.",
-        "6.2, html Figure 23e-h",
-    )

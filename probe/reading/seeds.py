@@ -60,7 +60,7 @@ def over_models(stats: Sequence[StatArray]) -> OverModels:
     Raises:
         InputError: fewer than two, or of different axes.
 
-    Example:
+    Examples:
         >>> runs = [vl.open(path) for path in ("seed0.vlens", "seed1.vlens", "seed2.vlens")]  # doctest: +SKIP
         >>> over_models([run.expert_overlap().mean("layer") for run in runs])  # doctest: +SKIP
     """

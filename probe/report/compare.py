@@ -71,6 +71,11 @@ def compare(a: RecordedRun, b: RecordedRun, by: By = "mean", measures: Iterable[
     Raises:
         InputError: a named measure that one of them doesn't hold, or that has no step or visit pair.
         RecordingError: they share no layer, or hold no measure in common.
+
+    Examples:
+        >>> rec = vl.open("run.vlens")
+        >>> [(c.name, float(c.difference.values)) for c in vl.compare(rec, rec, measures=["sink_mass"])]
+        [('sink_mass', 0.0)]
     """
     pairing = pair(a, b)
     a, b = pairing.a, pairing.b

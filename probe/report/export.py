@@ -14,11 +14,9 @@ import numpy as np
 from visitlens.errors import InputError, UnavailableError
 from visitlens.hooks.core.sites import ACTIVATION_SITES, SITES
 from visitlens.hooks.recording.store.commit import storage_error
-from visitlens.probe.measures.measure import StatArray
+from visitlens.probe.measures import derived
 from visitlens.probe.reading.recorded_run import RecordedRun, step_label
 
-DERIVED = ("expert_overlap", "expert_overlap_chance_by_load", "load_imbalance", "norm_ratio")
-DERIVED += ("update_cosine_same_layer", "update_cosine_other_layers")
 FORMATS = (".parquet", ".csv", ".npz", ".safetensors")
 _SAFETENSORS = {"f2": "F16", "f4": "F32", "f8": "F64", "u1": "U8", "u2": "U16", "u4": "U32", "i4": "I32", "i8": "I64"}
 
@@ -82,11 +80,16 @@ def choose(
         axes = (measure.axes[0], "token", *measure.axes[1:])
         labels = {axis: _texts(items) for axis, items in run.stat(what).labels.items()}
         return Export(what, {what: values}, axes, labels | _numbered(first, values.shape[1]), about)
-    if what not in (*run.measures, *DERIVED, *recording.run.get("left_out", ())):  # of which `stat` says why
+    what = {"norm_ratio": "norm_ratio_update"}.get(what, what)  # its name in version 0.1
+    if what not in (
+        *run.measures,
+        *derived.registered(),
+        *recording.run.get("left_out", ()),
+    ):  # of which `stat` says why
         raise InputError(
-            f"nothing of the name {what!r}; there are tokens, experts, {', '.join((*ACTIVATION_SITES, *DERIVED, *run.measures))}"
+            f"nothing of the name {what!r}; there are tokens, experts, {', '.join((*ACTIVATION_SITES, *derived.registered(), *run.measures))}"
         )
-    stat: StatArray = getattr(run, what)() if what in DERIVED else run.stat(what)
+    stat = run.derived(what) if what in derived.registered() else run.stat(what)
     low, high = stat.interval()
     about |= {"measure": stat.measure.to_attributes(), "documents": stat.documents, "aggregation": stat.aggregation}
     labels = {axis: _texts(stat.labels[axis]) for axis in stat.axes}

@@ -44,6 +44,12 @@ class EvalSet:
     in document order, where the documents are such; `corrupted` the same tokens with each prompt's twin in its place (of a
     Dyck prompt: every bracket of the last input of another kind; the answers stay), `roles [context, position]` the part of
     the prompt as an index into `role_names`, -1 for padding.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> sample = model.sample(max_tokens=512)
+        >>> isinstance(sample, vl.EvalSet), sample.counted.shape == sample.contexts.segments.shape
+        (True, True)
     """
 
     contexts: PackedTokens

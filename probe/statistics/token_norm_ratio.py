@@ -21,6 +21,7 @@ class TokenNormRatio(Statistic):
             title="Norm ratio of two visits, token by token",
             axes=("pair", "component"),
             unit="ratio",
+            symmetric=False,
             definition="||later|| / ||earlier|| of each token, averaged; components " + ", ".join(COMPONENTS) + ".",
             paper="ours: the alternative to the ratio of means",
         ),

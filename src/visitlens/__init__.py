@@ -56,6 +56,7 @@ _EXPORTS = {
     # Extensions: what a statistic or figure of your own is made of
     "register": "visitlens.plugins.register",
     "Statistic": "visitlens.probe.measures.statistic.Statistic",
+    "Derived": "visitlens.probe.measures.derived.Derived",
     "TokenValues": "visitlens.probe.measures.statistic.TokenValues",
     "Figure": "visitlens.probe.gallery.figure.Figure",
     # Errors

@@ -7,7 +7,15 @@ TRACEBACK = "VISITLENS_TRACEBACK"
 
 
 class VisitlensError(Exception):
-    """Base of every error that visitlens raises on purpose."""
+    """Base of every error that visitlens raises on purpose.
+
+    Examples:
+        >>> try:
+        ...     vl.open("nowhere.vlens")
+        ... except vl.VisitlensError as error:
+        ...     print("said in one line")
+        said in one line
+    """
 
 
 class InputError(VisitlensError, ValueError):

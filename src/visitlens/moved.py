@@ -80,7 +80,8 @@ class OldPaths:
         if old == name or old not in MOVED:
             return None
         warnings.warn(f"{name} is deprecated: import visitlens.{MOVED[old]}", DeprecationWarning, stacklevel=2)
-        return ModuleSpec(name, _Forwarding(MOVED[old], RENAMED.get(old, {})))
+        loader = _Forwarding(MOVED[old], RENAMED.get(old, {}))
+        return ModuleSpec(name, loader)  # type: ignore[arg-type]  # a loader by its two methods
 
 
 class _Forwarding:

@@ -3,6 +3,7 @@
     group          what an entry point `visitlens.GROUP` names        register(...) takes it
     statistics     a Statistic class                                  yes
     figures        a Figure class                                     yes
+    derived        a Derived(measure, function)                       yes
     experiments    a function (model, sample, *, options) -> results  yes, kind="experiment"
     families       a Family class                                     yes
     pages          a module as `app/pages/__init__.py` describes it   yes
@@ -19,11 +20,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.errors import InputError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 _BASES = {
@@ -33,6 +36,7 @@ _BASES = {
 }
 _REGISTERS = {
     "statistics": "visitlens.probe.measures.collector.registered",
+    "derived": "visitlens.probe.measures.derived.registered",
     "figures": "visitlens.probe.gallery.figure.registered",
     "experiments": "visitlens.probe.experiments.registered",
     "families": "visitlens.hooks.adapters.adapt.families",
@@ -64,6 +68,8 @@ def added(group: str, names_of: Callable[[str, Any], Iterable[str]], taken: Iter
         names_of: the names that a plug-in takes (slug, measures, path); raises where it isn't what the group needs.
         taken: names that it can't have any more.
     """
+    from importlib.metadata import entry_points  # some twenty modules, which opening a recording doesn't need
+
     names, found = set(taken), {}
     points = sorted(entry_points(group=f"visitlens.{group}"), key=lambda point: (point.name, point.value))
     for point in points:
@@ -95,9 +101,17 @@ def register(thing: T, *, kind: str = "", name: str = "") -> T:
 
     Raises:
         InputError: it is none of these, lacks what its kind needs, or takes a name that is taken.
+
+    Examples:
+        >>> def nothing(model, sample):
+        ...     return {}
+        >>> registered = vl.register(nothing, kind="experiment")
+        >>> len(vl.run_experiment("nothing", vl.load("smelt"), vl.load("smelt").sample(max_tokens=256)))
+        0
     """
     group = _group(thing, kind)
-    key = name or getattr(thing, "__qualname__", getattr(thing, "__name__", "")).rpartition(".")[2]
+    named = getattr(thing, "measure", thing)  # of a derived number
+    key = name or str(getattr(named, "__qualname__", getattr(named, "name", ""))).rpartition(".")[2] or thing.__name__  # type: ignore[attr-defined]
     before = dict(_registered.get(group, {}))
     _registered.setdefault(group, {})[key] = thing
     _forget()
@@ -155,10 +169,12 @@ def _group(thing: Any, kind: str) -> str:
         lineage = {f"{cls.__module__}.{cls.__qualname__}" for cls in thing.__mro__}
         if found := next((group for group, base in _BASES.items() if base in lineage), ""):
             return found
+    elif type(thing).__module__ == "visitlens.probe.measures.derived":
+        return "derived"
     elif callable(thing) and kind == "experiment":
         return "experiments"
     raise InputError(
-        "expected a Statistic, Figure or Family class, a page's module, or a function with kind='experiment', "
+        "expected a Statistic, Figure or Family class, a Derived, a page's module, or a function with kind='experiment', "
         f"got {thing!r:.80}; a command is found by the entry point visitlens.commands"
     )
 

@@ -121,6 +121,8 @@ def test_registry_of_a_grid_pairs_its_cells(folder: Path, tmp_path: Path) -> Non
 
 def test_every_page_keeps_the_contract() -> None:
     assert [page.TITLE for page in pages()][:4] == ["Overview", "Layers", "Heads", "Tokens"]
+    orders = [page.ORDER for page in pages()]
+    assert len(set(orders)) == len(orders), "two pages of one ORDER stand as their file names say"
     for page in pages():
         assert page.PATH.startswith("/") and isinstance(page.ORDER, int) and callable(page.layout)
         assert set(page.NEEDS) <= {"recording", "looped", "routing", "tokens", "model"}

@@ -181,31 +181,39 @@ def ablate(
     *,
     metric: Metric = nll,
     metric_name: str = "loss",
+    unit: str = "",
     mode: str = "zero",
     **options: Any,
 ) -> HeadAblation:
     """Head ablation in a notebook, by any metric of the logits at the targets; not stored.
 
     `model` is what `vl.load` gives, or the model inside it; `task` an EvalSet, whose counted predictions are the targets.
-    `options` go to `ablate_heads`.
+    `unit` is the metric's, nats for the loss. `options` go to `ablate_heads`.
+
+    Examples:
+        >>> model = vl.load("smelt")
+        >>> result = vl.ablate(model, model.sample(max_tokens=256), layers=(3,))
+        >>> result.effect.axes  # what silencing a head adds to the loss
+        ('visits', 'layer', 'head')
     """
     model = getattr(model, "native", model)
     task = sample_task(task) if isinstance(task, EvalSet) else task
     sums = ablate_heads(model, task, mode=mode, metric=metric, **options)
     about = {"documents": task.documents, "tokens": int((task.document >= 0).sum()), "settings": {"mode": mode}}
-    return head_ablation(
-        sums, name=f"{metric_name.replace(' ', '-')}-{mode}", metric=metric_name, mode=mode, about=about
-    )
+    name = f"{metric_name.replace(' ', '-')}-{mode}"
+    unit = unit or ("nats" if metric is nll else "units")
+    return head_ablation(sums, name=name, metric=metric_name, mode=mode, about=about, unit=unit)
 
 
-def head_ablation(sums: AblationSums, *, name: str, metric: str, mode: str, about: dict[str, Any]) -> HeadAblation:
-    """The result that is stored, from sums by group."""
+def head_ablation(
+    sums: AblationSums, *, name: str, metric: str, mode: str, about: dict[str, Any], unit: str = "nats"
+) -> HeadAblation:
+    """The result that is stored, from sums by group; `unit` is the metric's."""
     labels = {
         "visits": ["+".join(map(str, choice)) for choice in sums.visits],
         "layer": list(sums.layers),
         "head": list(sums.heads),
     }
-    unit = "nats" if "loss" in metric else "units"
     intact = Measure("intact", f"{metric}, intact model", (), unit, f"Mean of {metric} over targets.", "6.4")
     effect = Measure(
         "ablation_effect",

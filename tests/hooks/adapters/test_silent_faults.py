@@ -195,7 +195,7 @@ def test_routers_that_are_a_softmax_pass_their_guard(adapted: Callable[..., Any]
 def test_logits_of_the_last_position_alone_are_refused_with_the_remedy(changed: Callable[..., Path]) -> None:
     own = changed(("model.py", "return self.head(self.norm(x))", "return self.head(self.norm(x))[:, -1:]"))
     with pytest.raises(InputError, match=r"logits of shape \(2, 1, 61\).*expected one row a token"):
-        vl.load_model(own, **TRUST)(torch.randint(3, 61, (2, 12)))
+        load_model(own, **TRUST)(torch.randint(3, 61, (2, 12)))
 
 
 def test_a_family_that_does_not_fit_is_refused_with_what_to_write(make_hf: Callable[..., Any]) -> None:
@@ -212,5 +212,5 @@ def test_experts_of_any_width_run_in_any_precision(dtype: str, tmp_path: Path) -
     with pytest.raises(InputError, match=r'set_experts_implementation\("eager"\)'):
         vl.adapt(model.eval())(torch.randint(3, 61, (1, 12)))
     model.save_pretrained(tmp_path)
-    logits = vl.load_model(tmp_path, dtype=dtype)(torch.randint(3, 61, (1, 12)))
+    logits = load_model(tmp_path, dtype=dtype)(torch.randint(3, 61, (1, 12)))
     assert logits is not None and bool(logits.isfinite().all())

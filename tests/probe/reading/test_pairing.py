@@ -40,7 +40,7 @@ def test_a_group_a_document_lines_up_by_the_documents(record) -> None:
     a, b = record("a", range(30)), record("b", range(10, 40), seed=2)
     pairing = pair(a, b)
     assert pairing.paired and pairing.words == "paired where the documents are the same: 20 of 30 and 30"
-    ours, theirs = (run.recording.totals["resid_rms"] for run in (pairing.a, pairing.b))
+    ours, theirs = (run.sums("resid_rms") for run in (pairing.a, pairing.b))
     assert ours.count.shape == theirs.count.shape == (40, 6)
     both = (ours.count[:, 0] > 0) & (theirs.count[:, 0] > 0)
     assert both.sum() == 20
@@ -52,7 +52,7 @@ def test_groups_by_hash_stay_and_single_documents_join_them(record) -> None:
     few, many, all_ = (record(f"g{len(r)}", r, groups=16, seed=len(r)) for r in (range(8), range(30), range(40)))
     for one, two in ((many, all_), (few, many), (many, few)):
         pairing = pair(one, two)
-        counts = [run.recording.totals["resid_rms"].count[:, 0] for run in (pairing.a, pairing.b)]
+        counts = [run.sums("resid_rms").count[:, 0] for run in (pairing.a, pairing.b)]
         assert pairing.paired and [len(count) for count in counts] == [16, 16]
         less, more = sorted(counts, key=lambda count: count.sum())
         assert (less <= more).all()  # the shorter text is a part of the longer
@@ -71,7 +71,7 @@ def test_recordings_of_other_numbers_of_groups_meet_in_the_fewer(record) -> None
     many, few = record("h32", range(40), groups=32, seed=3), record("h16", range(4, 40), groups=16, seed=4)
     for one, two in ((many, few), (few, many)):
         pairing = pair(one, two)
-        counts = [run.recording.totals["resid_rms"].count[:, 0] for run in (pairing.a, pairing.b)]
+        counts = [run.sums("resid_rms").count[:, 0] for run in (pairing.a, pairing.b)]
         assert pairing.paired and [len(count) for count in counts] == [16, 16]
         less, more = sorted(counts, key=lambda count: count.sum())
         assert (less <= more).all() and less.sum() < more.sum()  # the shorter text is a part of the longer
