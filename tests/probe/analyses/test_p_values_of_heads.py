@@ -47,3 +47,14 @@ def test_the_interval_of_a_heads_effect_spans_what_its_prompts_allow(ablation: H
     assert 1.5 * np.sqrt(6 / 8) < half[HURTS] < 4 * np.sqrt(6 / 8)
     assert low[HURTS] < 4.5 < high[HURTS] and low[LITTLE] < 0 < high[LITTLE]
     np.testing.assert_allclose([low[HELPS], high[HELPS]], [-high[HURTS], -low[HURTS]], rtol=1e-12)
+
+
+def test_a_head_whose_interval_holds_0_is_not_found_however_small_its_p() -> None:
+    """Seven prompts change by 0.1 and one by 10: no other flip is as large, but the mean of 1.3 has a standard error of 1.2."""
+    change = np.full((8, 1, 1, 1), 0.1)
+    change[0] = 10
+    sums = AblationSums(((1,),), (0,), (0,), np.ones(8), change, np.ones(8))
+    one = head_ablation(sums, name="x", metric="loss", mode="zero", about={"documents": 8, "tokens": 8})
+    low, high = one.effect.interval()
+    assert one.p_family()[0, 0] <= 0.05 and low.item() < 0 < high.item()
+    assert not one.found()[0, 0] and not one.top().found
