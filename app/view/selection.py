@@ -14,7 +14,7 @@ from visitlens.probe.reading.recorded_run import RecordedRun
 AGGREGATIONS = ("mean", "each", "token")
 """`mean` over heads (the default), `each` head by itself, `token`: the mean of each token's own ratio."""
 _LONGEST = 200
-_NUMBER = re.compile(r"\d{1,12}")
+_NUMBER = re.compile(r"[0-9]{1,12}")
 
 
 @dataclass(frozen=True)

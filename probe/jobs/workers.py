@@ -151,7 +151,7 @@ class _Crew:
             if self.prepared.request.url is not None:
                 path.unlink(missing_ok=True)  # if it was put into the store, the next attempt finds it there
             elif path.is_file():
-                self.ledger.take(read_shard(path, trusted=True))
+                self.ledger.take(read_shard(path))
                 self.ledger.commit()
                 self._report()
                 return None

@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from visitlens.hooks.recording.format.chunks import (
     filters_of,
     read_exactly,
 )
+from visitlens.hooks.recording.format.structures import Held, Structures
 from visitlens.hooks.recording.format.untrusted import held
 
 MAX_DEPTH, MAX_OBJECTS, MAX_ATTRIBUTES = 4, 4096, 32
@@ -46,7 +47,6 @@ _FIRST_BYTE = 48  # behind the superblock
 _DEFLATE_RATIO = 1040  # no deflate stream expands more than 1032 times
 _NAME = re.compile(rb"[A-Za-z0-9_.\-]{1,64}")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_SYMBOL_TABLE = 1 << 0x11  # the header message of old-style groups
 _NUMBERS = {f"{c}{n}": getattr(h5t, f"STD_{c.upper()}{8 * n}LE") for c in "iu" for n in (1, 2, 4, 8)}
 _NUMBERS |= {f"f{n}": getattr(h5t, f"IEEE_F{8 * n}LE") for n in (2, 4, 8)}
 
@@ -102,8 +102,12 @@ class Gated:
                 raise RecordingError(f"{self.where}: {name} can't be read ({error}); the file is damaged") from error
 
     def close(self) -> None:
+        """Raises RecordingError where HDF5 can't: the file was damaged meanwhile."""
         self.arrays.clear()
-        self.file.close()
+        try:
+            self.file.close()
+        except (RuntimeError, OSError) as error:
+            raise RecordingError(f"{self.where}: can't be closed ({error}); the file is damaged") from error
 
 
 @contextmanager
@@ -128,6 +132,8 @@ def open_gated(path: Path, *, trusted: bool = False, expected_bytes: int | None 
         size = os.fstat(descriptor).st_size
         if expected_bytes is not None and size != expected_bytes:
             raise RecordingError(f"{path}: {size} bytes, the manifest says {expected_bytes}: damaged")
+        structures = Structures(descriptor, size, str(path))
+        held_by_root = structures.check(root := structures.root(), b"")  # HDF5 opens the root group with the file
         try:  # the same inode, whatever lies at the path by now; HDF5 keeps a descriptor of its own
             with _no_plugins():
                 opened = h5f.open(f"/dev/fd/{descriptor}".encode(), h5f.ACC_RDONLY)
@@ -135,18 +141,24 @@ def open_gated(path: Path, *, trusted: bool = False, expected_bytes: int | None 
             if "unable to lock" in str(error):
                 raise RecordingError(f"{path}: locked by another program: close it there, or copy the file") from error
             raise RecordingError(f"{path}: not a readable HDF5 file ({error}); it is damaged") from error
-    file = h5py.File(opened)
-    try:
-        check = _Check(str(path), size, trusted)
-        check.file(opened)
-        schema.check_layouts(file, check.arrays, str(path))
-    except RecordingError:
-        file.close()
-        raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # what h5py raises for damaged metadata
-        file.close()
-        raise RecordingError(f"{path}: refused: unreadable structure ({error}); the file is damaged") from error
+        file = h5py.File(opened)
+        try:
+            check = _Check(str(path), size, trusted, structures)
+            check.file(opened, root, held_by_root)
+            schema.check_layouts(file, check.arrays, str(path))
+        except RecordingError:
+            _close(file)
+            raise
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # h5py's, for damaged metadata
+            _close(file)
+            raise RecordingError(f"{path}: refused: unreadable structure ({error}); the file is damaged") from error
     return Gated(file, str(path), check.arrays, trusted)
+
+
+def _close(file: h5py.File) -> None:
+    """Of a file that is refused already: what HDF5 says on top of that helps nobody."""
+    with suppress(RuntimeError, OSError):
+        file.close()
 
 
 @contextmanager
@@ -169,6 +181,7 @@ class _Check:
     where: str
     size: int
     trusted: bool
+    structures: Structures
     seen: set[int] = field(default_factory=set)
     unpacked: int = 0
     arrays: dict[str, StoredArray] = field(default_factory=dict)
@@ -178,35 +191,36 @@ class _Check:
         shown = repr(name.decode("utf-8", "backslashreplace")[:80])
         return RecordingError(f"{self.where}: refused: {shown} {why}")
 
-    def file(self, opened: h5f.FileID) -> None:
+    def file(self, opened: h5f.FileID, address: int, held_by_root: Held) -> None:
         created = opened.get_create_plist()
         if created.get_version()[0] != 3 or created.get_userblock():
             raise RecordingError(f"{self.where}: an HDF5 file, but not of a visitlens recording (another HDF5 version)")
-        root = h5o.open(opened, b"/")
-        self.seen.add(h5o.get_info(root).addr)
-        self._group(root, b"", depth=1)
+        self.seen.add(address)
+        self._group(h5o.open(opened, b"/"), b"", held_by_root, depth=1)
         self._no_overlap()
 
-    def _group(self, group: h5py.h5g.GroupID, path: bytes, depth: int) -> None:
-        info = h5o.get_info(group)
+    def _group(self, group: h5py.h5g.GroupID, path: bytes, about: Held, depth: int) -> None:
         if depth > MAX_DEPTH:
             raise self.refuse(path, f"lies deeper than {MAX_DEPTH} groups")
-        if info.hdr.version != 2 or info.hdr.mesg.present & _SYMBOL_TABLE or info.hdr.mesg.shared:
-            raise self.refuse(path, "is an old-style group or shares its header")
-        self._attributes(group, path)
-        for name in self._links(group, path):
+        self._attributes(group, path, about.attributes)
+        links = self._links(group, path)
+        if len(links) != about.links:
+            raise self.refuse(path, f"has {about.links} links, of which HDF5 finds {len(links)}")
+        for name, address in links:
             full = path + b"/" + name
+            inside = self.structures.check(address, full)  # before HDF5 looks at it
             item = h5o.open(group, name)
             if isinstance(item, h5py.h5g.GroupID):
-                self._group(item, full, depth + 1)
+                self._group(item, full, inside, depth + 1)
             elif isinstance(item, h5d.DatasetID):
                 self._dataset(item, full)
-                self._attributes(item, full)
+                self._attributes(item, full, inside.attributes)
             else:
                 raise self.refuse(full, "is neither a group nor a dataset")
 
-    def _links(self, group: h5py.h5g.GroupID, path: bytes) -> list[bytes]:
-        names: list[bytes] = []
+    def _links(self, group: h5py.h5g.GroupID, path: bytes) -> list[tuple[bytes, int]]:
+        """(name, address) of each."""
+        links: list[tuple[bytes, int]] = []
         refusal: list[RecordingError] = []
 
         def look(name: bytes, info: h5l.LinkInfo) -> bool | None:
@@ -214,13 +228,13 @@ class _Check:
             if why:
                 refusal.append(self.refuse(path + b"/" + name, why))
                 return True  # ends the iteration; an exception through HDF5 would arrive as another
-            names.append(name)
+            links.append((name, info.u))
             return None
 
         group.links.iterate(look, info=True)
         if refusal:
             raise refusal[0]
-        return names
+        return links
 
     def _link(self, name: bytes, info: h5l.LinkInfo) -> str:
         """Why it is refused, or nothing."""
@@ -233,8 +247,10 @@ class _Check:
         self.seen.add(info.u)
         return f"makes more than {MAX_OBJECTS} objects" if len(self.seen) > MAX_OBJECTS else ""
 
-    def _attributes(self, item: h5py.h5g.GroupID | h5d.DatasetID, path: bytes) -> None:
+    def _attributes(self, item: h5py.h5g.GroupID | h5d.DatasetID, path: bytes, expected: int) -> None:
         count = h5a.get_num_attrs(item)
+        if count != expected:
+            raise self.refuse(path, f"has {expected} attributes, of which HDF5 finds {count}")
         if count > MAX_ATTRIBUTES:
             raise self.refuse(path, f"has more than {MAX_ATTRIBUTES} attributes")
         for index in range(count):

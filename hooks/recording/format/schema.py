@@ -249,6 +249,44 @@ def check_layouts(file: h5py.File, arrays: Mapping[str, StoredArray], where: str
                 right = axis == "*" or sizes.setdefault(axis, length) == length
             if not right:
                 raise RecordingError(f"{where}: {name}: shape {shape} doesn't fit the file's {sizes} along {axis!r}")
+        _check_place(file, name, layout, shape, numbers, where)
+
+
+def _check_place(
+    file: h5py.File, name: str, layout: Layout, shape: tuple[int, ...], numbers: Mapping[str, int], where: str
+) -> None:
+    """The attributes that say which tokens an array is of, and how its bits are read."""
+    about = file[name].attrs
+    first, kind = about.get("token_start"), about.get("logical_dtype")
+    if "range" not in layout.axes:
+        if first is not None or kind is not None:
+            raise RecordingError(f"{where}: {name}: says which tokens it is of or how it is read; expected every token")
+        return
+    start, stop = numbers["token_start"], numbers["token_start"] + numbers["token_count"]
+    length = shape[layout.axes.index("range")]
+    if first is not None and (not isinstance(first, np.integer) or not start <= int(first) <= stop - length):
+        raise RecordingError(
+            f"{where}: {name}: its {length} tokens begin at {first}; expected them inside the shard's, {start} to {stop - 1}"
+        )
+    if kind is not None and (kind if isinstance(kind, str) else bytes(kind).decode("utf-8", "replace")) != "bfloat16":
+        raise RecordingError(f"{where}: {name}: of another logical_dtype than bfloat16")
+
+
+def check_alike(known: dict[str, tuple[str, int]], gated: Gated) -> None:
+    """Raises RecordingError where an axis that isn't of tokens has another length than in the shards seen before, or an array
+    another kind. `known` gathers them."""
+    for name, array in gated.arrays.items():
+        layout = _BY_NAME.get(name)
+        if layout is None or name == DOCUMENTS:
+            continue
+        for axis, length in zip(layout.axes, array.shape, strict=False):
+            if axis in ("token", "range", "context", "*"):
+                continue
+            before, kept = known.setdefault(axis, (gated.where, length))
+            if kept != length:
+                raise RecordingError(
+                    f"{gated.where}: {name}: {length} along {axis!r}, where {before} has {kept}: they aren't of one recording"
+                )
 
 
 def check_version(kind: Any, version: Any, where: str) -> None:

@@ -19,7 +19,7 @@ from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.totals import GroupTotals, add_totals, read_totals, write_totals
 from visitlens.hooks.recording.read.recording import Recording, check_entry, first_overlap
 from visitlens.hooks.recording.store.commit import check_room, committing, sole_writer
-from visitlens.hooks.recording.write.ledger import all_documents, in_groups_of, read_shard, write_caches
+from visitlens.hooks.recording.write.ledger import all_documents, check_whole, in_groups_of, read_shard, write_caches
 
 import h5py  # isort: skip (after HDF5_PLUGIN_PRELOAD is set)
 import numpy as np
@@ -34,7 +34,7 @@ def merge(places: Sequence[str | Path], out: Path, *, allow_duplicates: bool = F
 
     Raises:
         InputError: fewer than two, or `out` exists.
-        RecordingError: another model, dtype, options or measures; parts that overlap, or share documents.
+        RecordingError: a part is damaged; another model, dtype, options or measures; parts that overlap, or share documents.
     """
     if len(places) < 2 or out.exists():
         raise InputError(f"{out}: exists; choose another path" if out.exists() else "expected two recordings or more")
@@ -42,7 +42,7 @@ def merge(places: Sequence[str | Path], out: Path, *, allow_duplicates: bool = F
     for part in parts[1:]:
         _same_configuration(parts[0], part)
     for part in parts:
-        part.bring()
+        check_whole(part.bring(), part.shards)
     check_room(out.absolute().parent, sum(shard["bytes"] for part in parts for shard in part.shards))
     partial = out.with_name(out.name + ".merging")
     shutil.rmtree(partial, ignore_errors=True)
@@ -204,7 +204,7 @@ def _write(
         if renumber and job.part is not before:
             first_segment, before = last_segment + 1, job.part
         last_segment = max(last_segment, _copy(job, run, out, first_segment, groups or {}))
-        shard = read_shard(out / schema.SHARDS / job.new["name"], trusted=True)
+        shard = read_shard(out / schema.SHARDS / job.new["name"])
         entries.append(shard.entry)
         documents.append(shard.documents)
         add_totals(totals, shard.totals)

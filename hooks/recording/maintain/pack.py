@@ -19,13 +19,14 @@ from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.untrusted import held
 from visitlens.hooks.recording.read.recording import Recording
 from visitlens.hooks.recording.store.commit import check_room, storage_error, sync_folder
-from visitlens.hooks.recording.write.ledger import check_hashes
+from visitlens.hooks.recording.write.ledger import check_hashes, check_whole
 
 SUFFIXES = (".tar.zst", ".tar.gz", ".tar")
 _MEMBER = re.compile(
-    r"manifest\.json|summary\.h5|shards/w\d{2,4}-\d{6,12}\.h5|analyses/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}\.json"
+    r"manifest\.json|summary\.h5|shards/w[0-9]{2,4}-[0-9]{6,12}\.h5|analyses/[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}\.json"
 )
 _MAX_EXPANSION, _MAX_SMALL = 32, 2**26  # an archive unpacks to at most the larger of 32 times its size and 64 MB
+_MAX_MEMBERS = 16_384
 _BLOCK = 2**20
 
 
@@ -46,7 +47,7 @@ def pack(place: str | Path, out: Path) -> Path:
         )
     _ = recording.totals
     path = recording.bring()
-    check_hashes(path, recording.shards)
+    check_whole(path, recording.shards)
     names = [schema.MANIFEST, schema.SUMMARY]
     names += [f"{schema.SHARDS}/{shard['name']}" for shard in recording.shards]
     names += [f"{schema.ANALYSES}/{name}" for name in recording.analyses]
@@ -89,20 +90,11 @@ def unpack(file: Path, out: Path) -> Path:
             _compressed(file, file.name, "rb") as stream,
             tarfile.open(fileobj=_Bounded(stream, limit), mode="r|") as archive,
         ):
-            seen: set[str] = set()
-            for member in archive:
-                if not member.isreg() or not _MEMBER.fullmatch(member.name) or member.name in seen:
-                    raise RecordingError(
-                        f"{file}: refused: holds {member.name[:80]!r}, which is no file of a recording"
-                    )
-                seen.add(member.name)
-                check_room(partial, member.size)
-                target = partial / member.name
-                target.parent.mkdir(exist_ok=True)
-                with target.open("xb") as copy:
-                    shutil.copyfileobj(archive.extractfile(member) or io.BytesIO(), copy, _BLOCK)
-                    os.fsync(copy.fileno())
+            names = _extracted(archive, partial, limit, file)
         recording = Recording(partial)
+        listed = {f"{schema.SHARDS}/{shard['name']}" for shard in recording.shards}
+        if strange := sorted(name for name in names - listed if name.startswith(f"{schema.SHARDS}/")):
+            raise RecordingError(f"{file}: refused: holds {strange[0]}, which its manifest doesn't list")
         _ = recording.totals
         recording.each_shard(lambda gated, shard: None)
         check_hashes(partial, recording.shards)
@@ -115,6 +107,35 @@ def unpack(file: Path, out: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _extracted(archive: tarfile.TarFile, folder: Path, limit: int, file: Path) -> set[str]:
+    """The names of the members, now files below the folder.
+
+    Raises:
+        RecordingError: one that is no plain file of a recording; too many, or too many bytes.
+    """
+    seen: set[str] = set()
+    for member in archive:
+        # A sparse member writes its holes too: a few bytes of archive would become any number of bytes.
+        plain = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse()
+        if not plain or not _MEMBER.fullmatch(member.name) or member.name in seen:
+            raise RecordingError(f"{file}: refused: holds {member.name[:80]!r}, which is no file of a recording")
+        seen.add(member.name)
+        if len(seen) > _MAX_MEMBERS:
+            raise RecordingError(f"{file}: refused: holds more than {_MAX_MEMBERS:,} files")
+        check_room(folder, member.size)
+        target = folder / member.name
+        target.parent.mkdir(exist_ok=True)
+        with target.open("xb") as copy:
+            content = archive.extractfile(member) or io.BytesIO()
+            while data := content.read(_BLOCK):
+                limit -= len(data)
+                if limit < 0:
+                    raise RecordingError(f"{file}: refused: unpacks to far more than its size")
+                copy.write(data)
+            os.fsync(copy.fileno())
+    return seen
 
 
 class _Bounded(io.RawIOBase):

@@ -248,12 +248,13 @@ def _stopped_early(path: Path, sound: list[Shard]) -> bool:
 
 def _shards(report: Report, files: _Files, quick: bool) -> list[Shard]:
     """The sound ones in order of tokens; what is wrong with the others goes into the report."""
-    sound = []
+    sound, sizes = [], dict[str, tuple[str, int]]()
     for path in files.shards():
         try:
             shard = read_shard(path)
-            if not quick:
-                with passed(path) as gated:
+            with passed(path) as gated:
+                schema.check_alike(sizes, gated)
+                if not quick:
                     gated.check_data()
             sound.append(shard)
         except RecordingError as error:

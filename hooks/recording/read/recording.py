@@ -27,7 +27,7 @@ from visitlens.hooks.recording.format.untrusted import read_json, real_folder
 from visitlens.hooks.recording.store.fetched_copies import Fetched
 from visitlens.hooks.recording.store.object_store import PULL_FIRST, is_url, was_url
 
-SHARD_NAME = re.compile(r"w\d{2,4}-\d{6,12}\.h5")
+SHARD_NAME = re.compile(r"w[0-9]{2,4}-[0-9]{6,12}\.h5")
 _ANALYSIS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,99}\.json")
 _OPEN_FILES = 16
 _ENTRY_NUMBERS = ("bytes", *(name for name in schema.SHARD_NUMBERS if name != "complete"))
@@ -74,6 +74,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         if len({shard["name"] for shard in shards}) < len(shards):
             raise KeyError("two shards of one name")
         overlap = first_overlap(shards)
+        if shards and shards[-1]["token_start"] + shards[-1]["token_count"] > manifest["run"]["tokens"]:
+            raise KeyError("more tokens than the run has")
     except (KeyError, TypeError, AttributeError) as error:
         raise RecordingError(f"{file}: not a readable manifest ({error!r:.200})") from error
     if overlap:
@@ -354,6 +356,7 @@ class _OpenFiles:
     def __init__(self, trusted: bool) -> None:
         self.trusted = trusted
         self._open: OrderedDict[Path, Gated] = OrderedDict()
+        self._sizes: dict[str, tuple[str, int]] = {}
         self._lock = threading.RLock()
 
     def use(self, recording: Recording, shard: dict[str, Any], read: Callable[[Gated, dict[str, Any]], _Read]) -> _Read:
@@ -372,6 +375,7 @@ class _OpenFiles:
             gated = open_gated(path, trusted=self.trusted, expected_bytes=shard["bytes"])
             try:
                 check_entry(gated, recording.run, shard)
+                schema.check_alike(self._sizes, gated)
             except RecordingError:
                 gated.close()
                 raise

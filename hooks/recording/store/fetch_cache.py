@@ -28,7 +28,7 @@ _TRIES = 100
 _HASH = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = r"(\.[0-9a-f]{8}\.tmp){0,2}"
 _HEAD = re.compile(rf"({re.escape(schema.MANIFEST)}|{re.escape(schema.SUMMARY)}){_TEMPORARY}")
-_SHARD = re.compile(rf"w\d{{2,4}}-\d{{6,12}}\.h5{_TEMPORARY}")
+_SHARD = re.compile(rf"w[0-9]{{2,4}}-[0-9]{{6,12}}\.h5{_TEMPORARY}")
 
 
 def cache_folder() -> Path:

@@ -50,8 +50,9 @@ class Shard:
     documents: np.ndarray | None = None
 
 
-def read_shard(path: Path, *, trusted: bool = False) -> Shard:
-    """A committed shard's description and totals, with the hash of its bytes.
+def read_shard(path: Path) -> Shard:
+    """A committed shard's description and totals, with the hash of its bytes. All of the gate stands before it, whoever wrote
+    the file: what lies in the folder needn't be what was put there.
 
     Raises:
         RecordingError: it doesn't pass the gate.
@@ -59,7 +60,7 @@ def read_shard(path: Path, *, trusted: bool = False) -> Shard:
     with held(path) as descriptor, open(descriptor, "rb", closefd=False) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         size = file.tell()
-    with passed(path, trusted=trusted) as gated:
+    with passed(path) as gated:
         run = schema.read_header(gated.file, gated.where)
         numbers = schema.read_numbers(gated.file, schema.SHARD_NUMBERS, gated.where)
         totals, documents = read_totals(gated), schema.read_documents(gated)
@@ -73,6 +74,18 @@ def check_hashes(path: Path, shards: Iterable[Mapping[str, Any]]) -> None:
         with held(path / schema.SHARDS / shard["name"]) as descriptor, open(descriptor, "rb", closefd=False) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                 raise RecordingError(f"{shard['name']} has another hash than its manifest says: damaged")
+
+
+def check_whole(path: Path, shards: Iterable[Mapping[str, Any]]) -> None:
+    """Before shards become part of another file: each has the hash of its manifest entry, and all of its chunks can be read.
+
+    Raises:
+        RecordingError: one is damaged.
+    """
+    for shard in shards:
+        check_hashes(path, [shard])
+        with passed(path / schema.SHARDS / shard["name"]) as gated:
+            gated.check_data()
 
 
 def in_groups_of(
@@ -167,7 +180,7 @@ class Ledger:
             stale.unlink()
         listed = {s["name"]: s for s in read_manifest(self.path)["shards"]} if self._has(schema.MANIFEST) else {}
         for path in committed_shards(self.path):
-            shard = read_shard(path, trusted=True)
+            shard = read_shard(path)
             self._same_run(shard.run)
             if listed.get(path.name, shard.entry)["sha256"] != shard.entry["sha256"]:
                 raise RecordingError(f"{path}: has changed since it was written; restore it")

@@ -51,6 +51,26 @@ def negative_count(file: h5py.File) -> None:
     file.attrs["token_count"] = np.int64(-1)
 
 
+@hostile("begin at -5")
+def vectors_before_the_first_token(file: h5py.File) -> None:
+    file["vec/q"].attrs["token_start"] = np.int64(-5)
+
+
+@hostile("begin at 1000000")
+def vectors_behind_the_last_token(file: h5py.File) -> None:
+    file["vec/q"].attrs["token_start"] = np.int64(10**6)
+
+
+@hostile("says which tokens it is of")
+def token_ids_of_other_tokens(file: h5py.File) -> None:
+    file["tokens/id"].attrs["token_start"] = np.int64(-5)
+
+
+@hostile("another logical_dtype")
+def bits_of_another_kind(file: h5py.File) -> None:
+    file["vec/q"].attrs["logical_dtype"] = np.bytes_("float8")
+
+
 @hostile("not of a visitlens recording")
 def another_program_s_file(file: h5py.File) -> None:
     del file.attrs["format"]

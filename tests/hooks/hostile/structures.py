@@ -7,6 +7,8 @@ import struct
 
 import h5py
 
+from visitlens.hooks.recording.format.structures import lookup3
+
 
 def in_memory(data: bytearray) -> h5py.File:
     return h5py.File(io.BytesIO(bytes(data)), "r")
@@ -38,27 +40,3 @@ def moved_data(data: bytearray, name: str, where: str | int) -> bytes:
     data[place : place + 8] = struct.pack("<Q", new)
     data[end : end + 4] = struct.pack("<I", lookup3(bytes(data[at:end])))
     return data
-
-
-def lookup3(key: bytes) -> int:
-    """Bob Jenkins' hash, HDF5's checksum of metadata."""
-    mask = 0xFFFFFFFF
-
-    def rotate(value: int, by: int) -> int:
-        return (value << by | value >> (32 - by)) & mask
-
-    a = b = c = (0xDEADBEEF + len(key)) & mask
-    while len(key) > 12:
-        x, y, z = struct.unpack("<III", key[:12])
-        a, b, c, key = (a + x) & mask, (b + y) & mask, (c + z) & mask, key[12:]
-        for by in (4, 6, 8, 16, 19, 4):
-            a, c = ((a - c) & mask) ^ rotate(c, by), (c + b) & mask
-            a, b, c = b, c, a  # each takes its turn as the first
-    if key:
-        x, y, z = struct.unpack("<III", key.ljust(12, b"\0"))
-        a, b, c = (a + x) & mask, (b + y) & mask, (c + z) & mask
-        for by in (14, 11, 25, 16, 4, 14, 24):
-            c = ((c ^ b) - rotate(b, by)) & mask
-            a, b, c = b, c, a
-        return b
-    return c
