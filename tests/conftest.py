@@ -53,7 +53,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--torch-threads", type=int, default=1, help="threads of torch in the tests' processes (default 1)"
     )
     parser.addoption(
-        "--mutations", type=int, default=160, help="changed HDF5 structures that are opened (default 160; make fuzz: 2000)"
+        "--mutations",
+        type=int,
+        default=160,
+        help="changed HDF5 structures that are opened (default 160; make fuzz: 2000)",
     )
     parser.addoption(
         "--noise-ulp",

@@ -230,7 +230,9 @@ class JobQueue:
                 status = "cancelled"
             except VisitlensError as error:
                 status, message = "failed", str(error)
-            except Exception as error:
+            except (
+                BaseException
+            ) as error:  # also what is no Exception, such as a Rust library's panic: the queue goes on
                 _log.exception("a job failed")
                 status, message = "failed", f"{type(error).__name__}: {error} (unexpected; the server's log has more)"
             with self._changed:

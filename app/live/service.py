@@ -5,7 +5,6 @@ Ids of jobs stand in URLs, so what they lead to is looked up by kind: a probe's 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from visitlens.app.live.job_queue import JobQueue, OnProgress
 from visitlens.errors import InputError
+from visitlens.hooks.models.checkpoint_files import read_json
 from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.tokenizer import read_tokenizer
 from visitlens.probe.live.head_scan import HeadScan, SilencedHead
@@ -66,7 +66,7 @@ class LiveService:
     @cached_property
     def _masked(self) -> bool:
         try:
-            config = json.loads((self.checkpoint / "config.json").read_text(encoding="utf-8"))
+            config = read_json(self.checkpoint / "config.json")
             return any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
         except (OSError, ValueError, AttributeError, TypeError):
             return False  # the first run says what is wrong with the checkpoint
@@ -74,7 +74,7 @@ class LiveService:
     @cached_property
     def _presets(self) -> tuple[DyckPreset, ...]:
         try:
-            config = json.loads((self.checkpoint / "config.json").read_text(encoding="utf-8"))
+            config = read_json(self.checkpoint / "config.json")
             encoder = TextEncoder.of(read_tokenizer(self.checkpoint / "tokenizer.json"), SimpleNamespace(**config))
             return dyck_presets(encoder.tokenizer, led=encoder.bos.id is not None)
         except Exception:  # of files that nobody has checked: the first run says what is wrong with the checkpoint

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import secrets
 import socket
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import plotly
 from dash import ClientsideFunction, Dash, Input, Output, State, no_update
+from dash.exceptions import DashException
 from flask import Flask, Response, jsonify, redirect, request, send_file
+from werkzeug.exceptions import HTTPException
 
 from visitlens import __version__
 from visitlens.app.pages import pages
@@ -22,6 +28,7 @@ from visitlens.app.view.view import Context, view_of
 from visitlens.errors import InputError
 from visitlens.kernels.memory import share_arenas
 
+_log = logging.getLogger(__name__)
 _LOCAL = ("127.0.0.1", "localhost")
 _ASSETS = Path(__file__).parents[1] / "assets"
 _COOKIE = "visitlens_access"
@@ -31,6 +38,8 @@ _PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 _GRID_JS = re.compile(r'<script src="([^"]*/dash_ag_grid/dash_ag_grid\.[^"]*)"></script>\n?')
 _YEAR = 31_536_000
 _THREADS = 8
+_CONNECTIONS, _SECONDS_IDLE = 500, 15
+_FREE_GUESSES, _SECONDS_BETWEEN = 5, 2.0
 _INDEX = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -142,6 +151,10 @@ def serve(
             host=host,
             port=port,
             threads=_THREADS,
+            connection_limit=_CONNECTIONS,  # who sends half a request and waits takes up a place for as long as this:
+            channel_timeout=_SECONDS_IDLE,
+            cleanup_interval=_SECONDS_IDLE // 3,
+            asyncore_use_poll=True,
             ident=None,
             clear_untrusted_proxy_headers=True,
         )
@@ -171,6 +184,13 @@ def behind_prefix(application: Any, prefix: str) -> Callable[..., Any]:
 
 def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
     policy: list[str] = []
+    guesses, secret = _Guesses(), secrets.token_bytes(32)
+
+    def cookie() -> tuple[str, str]:
+        """Its name and value here: a browser sends cookies to every port of a machine, so that others may read this one."""
+        port = request.host.rpartition(":")[2] if ":" in request.host else ""
+        value = hmac.new(secret, f"{access.token} {port}".encode(), "sha256").hexdigest()
+        return f"{_COOKIE}_{port}" if port.isdecimal() else _COOKIE, value
 
     @server.before_request
     def _ask() -> Any:
@@ -179,13 +199,29 @@ def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
             return None
         given = request.args.get("access") or (request.form.get("access") if request.method == "POST" else None)
         if given is not None:
-            if not hmac.compare_digest(given.encode(), access.token.encode()):
+            if wait := guesses.wait(request.remote_addr or ""):
+                return _login(f"Too many wrong tokens: wait {wait:.0f} seconds.", 429)
+            if not hmac.compare_digest(given.encode(errors="replace"), access.token.encode()):
+                guesses.wrong(request.remote_addr or "")
                 return _login("That is not it.")
             response = redirect(context.prefix)
-            response.set_cookie(_COOKIE, access.token, httponly=True, samesite="Strict", path=context.prefix)
+            name, value = cookie()
+            response.set_cookie(name, value, httponly=True, samesite="Strict", path=context.prefix)
             return response
-        kept = request.cookies.get(_COOKIE, "")
-        return None if hmac.compare_digest(kept.encode(), access.token.encode()) else _login("")
+        name, value = cookie()
+        kept = request.cookies.get(name, "")
+        return None if hmac.compare_digest(kept.encode(errors="replace"), value.encode()) else _login("")
+
+    @server.errorhandler(Exception)
+    def _failed(error: Exception) -> Any:
+        """A callback is asked by the page that visitlens serves; values of other types come from somebody else."""
+        if isinstance(error, HTTPException):
+            return error
+        if request.path.endswith("/_dash-update-component") and isinstance(error, _UNEXPECTED):
+            _log.warning("a request that the page doesn't make: %s: %.200s", type(error).__name__, error)
+            _log.debug("where it failed", exc_info=error)
+            return Response("expected what the page sends, got other names or types\n", 400, mimetype="text/plain")
+        raise error
 
     @server.after_request
     def _headers(response: Response) -> Response:
@@ -202,12 +238,34 @@ def _guard(app: Dash, server: Flask, access: Access, context: Context) -> None:
         return response
 
 
-def _login(said: str) -> Response:
+_UNEXPECTED = (TypeError, ValueError, KeyError, IndexError, AttributeError, DashException, RecursionError)
+
+
+class _Guesses:
+    """How long an address has to wait after wrong tokens: nothing for the first few, so that a person may mistype."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.last, self._lock = clock, OrderedDict[str, tuple[int, float]](), Lock()
+
+    def wait(self, address: str) -> float:
+        """In seconds; 0 where the next one is looked at."""
+        with self._lock:
+            count, at = self.last.get(address, (0, 0.0))
+        return 0.0 if count < _FREE_GUESSES else max(0.0, at + _SECONDS_BETWEEN - self.clock())
+
+    def wrong(self, address: str) -> None:
+        with self._lock:
+            self.last[address] = self.last.pop(address, (0, 0.0))[0] + 1, self.clock()
+            while len(self.last) > 10_000:
+                self.last.popitem(last=False)
+
+
+def _login(said: str, status: int = 401) -> Response:
     """The page that asks for the token."""
     page = f"""<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>visitlens</title></head><body>
 <main><h1>visitlens</h1><form method="post" action=""><p>{said}</p><label>Access token <input type="password" name="access"
  autocomplete="current-password" required autofocus></label> <button>Open</button></form></main></body></html>"""
-    return Response(page, status=401, mimetype="text/html")
+    return Response(page, status=status, mimetype="text/html")
 
 
 def _routes(server: Flask, context: Context) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from visitlens.errors import CheckpointError
-from visitlens.hooks.models.checkpoint_files import weights_sha256
+from visitlens.hooks.models.checkpoint_files import read_json, weights_sha256
 from visitlens.hooks.text.token_texts import TokenTexts
 from visitlens.hooks.text.tokenizer import Tokenizer, read_tokenizer
 from visitlens.probe.model.bundled import PAIR
@@ -74,6 +73,6 @@ class _Source:
 
     def _json(self, name: str) -> Any:
         try:
-            return json.loads((self.folder / name).read_text(encoding="utf-8"))
+            return read_json(self.folder / name)
         except (OSError, ValueError):
             return None

@@ -7,7 +7,6 @@ A family lists what its published code needs (`Family.mends`). Code that has bee
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from visitlens.hooks.models.checkpoint_files import read_json
+
 Mend = Callable[[ModuleType], None]
 _AUTO_CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoModelForMaskedLM")
 
@@ -32,7 +33,7 @@ def mend(folder: Path, **options: Any) -> None:
     from visitlens.hooks.adapters.adapt import families
 
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
     except (OSError, ValueError):
         return  # transformers says what is wrong
     family, names = families().get(config.get("model_type")), config.get("auto_map")

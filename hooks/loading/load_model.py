@@ -3,7 +3,6 @@ loader makes. Never pickle, but what such a loader reads."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -79,6 +78,7 @@ def load_transformers(
     from visitlens.hooks.adapters.transformers_compat import mend
 
     folder = resolve(source)
+    checkpoint_files.check_folder(folder, trust=trust_remote_code)
     transformers.utils.logging.disable_progress_bar()
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
@@ -160,7 +160,7 @@ def model_type(folder: Path) -> str | None:
     if brings_loader(folder):
         return LOADER
     try:
-        data = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        data = checkpoint_files.read_json(folder / "config.json")
     except (OSError, ValueError):
         return None  # the native loader says what is wrong
     return data.get("model_type") if isinstance(data, Mapping) and "architecture" not in data else None
@@ -168,7 +168,7 @@ def model_type(folder: Path) -> str | None:
 
 def _own_code(folder: Path) -> str | None:
     """What to do about the code that a checkpoint brings along; None where it brings none."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = checkpoint_files.read_json(folder / "config.json")
     if "auto_map" not in config:
         return None
     if (saved := config.get("transformers_version")) is None:

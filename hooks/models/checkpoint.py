@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visitlens.errors import CheckpointError, InputError
-from visitlens.hooks.models.checkpoint_files import LOADER, brings_loader
+from visitlens.hooks.models.checkpoint_files import LOADER, brings_loader, read_json
 from visitlens.hooks.models.config import LoopedMoEConfig
 from visitlens.hooks.text.tokenizer import Tokenizer, read_tokenizer
 
@@ -27,12 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def load_config(folder: Path) -> LoopedMoEConfig:
     """The configuration of a checkpoint folder."""
-    path = _existing(Path(folder), "config.json")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    return LoopedMoEConfig.from_dict(data)
+    return LoopedMoEConfig.from_dict(read_json(_existing(Path(folder), "config.json")))
 
 
 def load_model(

@@ -13,6 +13,8 @@ from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
 
 ARCHITECTURE = "LoopedMoE"
+MAX_STEPS = 4096
+"""Of one pass, as many as a recording may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,9 @@ class LoopedMoEConfig:
             raise InputError(f"config: rotary embedding needs an even head_dim, got {self.head_dim}")
         if self.num_experts < self.experts_per_token:
             raise InputError(f"config: {self.experts_per_token} experts per token of only {self.num_experts}")
+        steps = self.num_layers + max(self.visits - 1, 0) * max(self.loop_stop - self.loop_start, 0)
+        if max(steps, self.visits) > MAX_STEPS:
+            raise InputError(f"config: {steps:,} steps (layers times their visits); expected at most {MAX_STEPS:,}")
         _ = self.loop_spec
 
     @property

@@ -12,7 +12,7 @@ import json
 import lzma
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from visitlens.hooks.text.near_copies import without_near_copies
 from visitlens.hooks.text.packed_tokens import PackedTokens, document_hashes
 
 _COMPRESSED = (".gz", ".xz", ".zst")
+MAX_LINE_BYTES = 2**26
 _BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -119,7 +120,10 @@ def _from_lines(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
                 if line.strip() and (text := _decoded(line, where, bad)) is not None:
                     try:
                         row = json.loads(text)
-                    except json.JSONDecodeError as error:
+                    except (
+                        ValueError,
+                        RecursionError,
+                    ) as error:  # also integers of thousands of digits, endless nesting
                         row = error
                     yield from _from_row(row, field, where, bad)
     except damage as error:
@@ -128,25 +132,49 @@ def _from_lines(path: Path, field: str, bad: _Bad) -> Iterator[Document]:
 
 def _lines(path: Path) -> AbstractContextManager[Iterable[bytes]]:
     if path.suffix == ".zst":
-        return nullcontext(_zstandard_lines(path))
-    return {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb")
+        return nullcontext(_bounded(_zstandard_lines(path), path))
+    return _read_lines(path)
+
+
+@contextmanager
+def _read_lines(path: Path) -> Iterator[Iterable[bytes]]:
+    with {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)(path, "rb") as file:
+        yield _bounded(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), path)
+
+
+def _bounded(lines: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    for number, line in enumerate(lines, 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise InputError(_too_long(path, number))
+        yield line
+
+
+def _too_long(path: Path, number: int) -> str:
+    return f"{path}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes; expected one JSON object a line"
 
 
 def _zstandard_lines(path: Path) -> Iterator[bytes]:
     """Frame by frame: the package's own stream reader takes a truncated file for a whole one."""
     zstandard = _needed("zstandard")
-    frame, open_frame, line = zstandard.ZstdDecompressor().decompressobj(), False, b""
+    frame, open_frame = zstandard.ZstdDecompressor().decompressobj(), False
+    pending, length, number = list[bytes](), 0, 1
     with path.open("rb") as file:
-        while data := file.read(1 << 20):
+        while data := file.read(1 << 12):  # a little at a time: each byte may become tens of thousands
             while data:
-                *lines, line = (line + frame.decompress(data)).split(b"\n")
-                yield from lines
+                *lines, rest = frame.decompress(data).split(b"\n")
+                for line in lines:
+                    yield b"".join([*pending, line])
+                    pending, length, number = [], 0, number + 1
+                pending.append(rest)
+                length += len(rest)
+                if length > MAX_LINE_BYTES:
+                    raise InputError(_too_long(path, number))
                 data, open_frame = frame.unused_data, not frame.eof
                 if frame.eof:
                     frame = zstandard.ZstdDecompressor().decompressobj()
     if open_frame:
         raise EOFError("the last frame has no end")
-    yield line
+    yield b"".join(pending)
 
 
 def _decoded(data: bytes, where: str, bad: _Bad) -> str | None:
@@ -162,7 +190,7 @@ def _from_row(row: Any, field: str, where: str, bad: _Bad) -> Iterator[Document]
     """The document of a line or row, or none."""
     if not isinstance(row, dict) or field not in row:
         got = (
-            f"{row!r}"
+            f"{row!r:.200}"
             if isinstance(row, Exception)
             else f"{type(row).__name__} {sorted(row) if isinstance(row, dict) else ''}"
         )

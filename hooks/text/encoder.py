@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
-from visitlens.hooks.text.tokenizer import Tokenizer, own_tokenizer
+from visitlens.hooks.text.tokenizer import Tokenizer, encoded, own_tokenizer
 
 NO_TOKEN = "none"
 """What `bos` is set to where no token shall lead."""
@@ -90,7 +90,7 @@ class TextEncoder:
             InputError: a lone surrogate, which stands for no character.
         """
         check_characters(text)
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(encoded(self.tokenizer, [text])[0].ids)
 
     def led(self, ids: Sequence[int]) -> list[int]:
         """With the leading token in front, where there is one: once, also where the text begins with it."""
@@ -118,7 +118,7 @@ class TextEncoder:
             some = list(texts[at : at + _BATCH])
             for text in some:
                 check_characters(text)
-            yield from (e.ids for e in self.tokenizer.encode_batch(some, add_special_tokens=False))
+            yield from (e.ids for e in encoded(self.tokenizer, some))
 
     # What there is to say
 
@@ -243,7 +243,7 @@ def _own_ends(tokenizer: Any) -> tuple[int | None, int | None]:
     if getattr(tokenizer, "post_processor", None) is None:
         return None, None
     for text in ("a", "A", "0", ".", tokenizer.id_to_token(tokenizer.get_vocab_size() - 1) or ""):
-        found = tokenizer.encode(text)
+        found: Any = encoded(tokenizer, [text], special=True)[0]
         own = [at for at, special in enumerate(found.special_tokens_mask) if not special]
         if own:  # else the text has no token, and what leads can't be told from what closes
             return (found.ids[0] if own[0] > 0 else None), (found.ids[-1] if own[-1] < len(found.ids) - 1 else None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from visitlens.errors import CheckpointError, InputError
+
+MOST_SECONDS = 60.0
+"""For up to some thousand texts at once, which take a tokenizer less than a second."""
 
 
 class Encoding(Protocol):
@@ -45,8 +49,45 @@ def read_tokenizer(file: Path) -> Tokenizer:
         )
     try:
         return _unbounded(OfTokenizers.from_file(str(file)))
-    except Exception as error:  # tokenizers raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception, and PanicException, which isn't even one
         raise CheckpointError(f"{file}: not a readable tokenizer file ({error})") from error
+
+
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = False) -> list[Encoding]:
+    """The encodings of texts by a tokenizer that nobody vouches for: its regular expressions may take ages, or end in a panic.
+
+    Args:
+        special: with the special tokens that the tokenizer itself adds.
+
+    Raises:
+        InputError: it fails, or takes longer than `MOST_SECONDS`.
+    """
+    texts = list(texts)
+    what = f"{len(texts):,} texts" if len(texts) != 1 else f"a text of {len(texts[0]):,} characters"
+    answer: list[Any] = []
+
+    def work() -> None:
+        try:  # `encode` would keep every other thread waiting
+            answer.append(list(tokenizer.encode_batch(texts, add_special_tokens=special)))
+        except BaseException as error:  # PanicException, which the package tokenizers raises, is no Exception
+            answer.append(error)
+
+    thread = threading.Thread(target=work, name="visitlens-tokenizer", daemon=True)
+    thread.start()
+    thread.join(MOST_SECONDS)
+    if not answer:
+        raise InputError(
+            f"the tokenizer hasn't read {what} in {MOST_SECONDS:.0f} s: a pattern in its tokenizer.json takes ever longer on such text; "
+            "shorten the text, or try another tokenizer"
+        )
+    if isinstance(answer[0], BaseException):
+        raise InputError(
+            f"the tokenizer can't read {what} ({type(answer[0]).__name__}: {answer[0]!s:.200}): "
+            "change the text, or try another tokenizer"
+        ) from answer[0]
+    return answer[0]
 
 
 def own_tokenizer(given: Any) -> Tokenizer:

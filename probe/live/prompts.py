@@ -8,7 +8,7 @@ import numpy as np
 
 from visitlens.errors import InputError
 from visitlens.hooks.text.encoder import TextEncoder
-from visitlens.hooks.text.tokenizer import Tokenizer
+from visitlens.hooks.text.tokenizer import Tokenizer, encoded
 from visitlens.probe.samples.dyck_prompts import SHOTS, dyck_case
 
 TOKEN_LIMIT = 512
@@ -72,7 +72,7 @@ def dyck_presets(tokenizer: Tokenizer, seed: int = _MIXED, *, led: bool = True) 
         prompt = dyck_case((seed,), tokenizer, shots=shots)
         at = prompt.targets[0]
         text = "".join(prompt.pieces[:at])
-        if list(prompt.tokens[:at]) != tokenizer.encode(text, add_special_tokens=False).ids:
+        if list(prompt.tokens[:at]) != encoded(tokenizer, [text])[0].ids:
             raise InputError(f"the tokenizer reads {text[-20:]!r} differently at the end of a prompt")
         spans = tuple((start + led, stop + led) for start, stop in prompt.demonstrations)
         presets.append(DyckPreset(shots, text, int(prompt.tokens[at]), spans))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from visitlens.errors import InputError
+from visitlens.hooks.text.tokenizer import encoded
 
 PAIRS = {"(": ")", "[": "]", "{": "}", "<": ">"}
 SHOTS = (0, 1, 2, 4, 8)
@@ -234,11 +235,11 @@ def encode_with_offsets(tokenizer: Any, text: str) -> tuple[list[int], list[tupl
         InputError: the decoded prefixes don't spell the text.
     """
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "get_vocab_size"):
-        encoding = tokenizer.encode(text, add_special_tokens=False)
+        encoding = encoded(tokenizer, [text])[0]
         return list(encoding.ids), list(encoding.offsets)
     if getattr(tokenizer, "is_fast", False):
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), [tuple(span) for span in encoded["offset_mapping"]]
+        batch = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return list(batch["input_ids"]), [tuple(span) for span in batch["offset_mapping"]]
     special = {"add_special_tokens": False} if hasattr(tokenizer, "bos_token_id") else {}
     ids = list(tokenizer.encode(text, **special))
     ends = [0]

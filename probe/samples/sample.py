@@ -14,6 +14,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.text.documents import Document, pack, read_documents
 from visitlens.hooks.text.encoder import TextEncoder
 from visitlens.hooks.text.packed_tokens import PackedTokens
+from visitlens.hooks.text.tokenizer import encoded
 from visitlens.probe.measures.estimate import mean_of
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.samples.dyck_prompts import PAIRS, SHOTS, DyckPrompt, dyck_prompt
@@ -264,7 +265,7 @@ def _other_brackets(tokenizer: Any) -> dict[int, int]:
     for brackets in (list(PAIRS), list(PAIRS.values())):
         for bracket, following in zip(brackets, [*brackets[1:], brackets[0]], strict=True):
             for before in ("", " "):
-                ids = [tokenizer.encode(before + b, add_special_tokens=False).ids for b in (bracket, following)]
+                ids = [e.ids for e in encoded(tokenizer, [before + b for b in (bracket, following)])]
                 swaps[ids[0][-1]] = ids[1][-1]
     return swaps
 

@@ -120,7 +120,7 @@ def read_task(path: str | Path) -> list[Example]:
             continue
         try:
             examples.append(Example.from_json(json.loads(line)))
-        except (json.JSONDecodeError, InputError) as error:
+        except (ValueError, RecursionError) as error:  # JSON of any damage, and InputError
             raise InputError(f"{path}, line {number}: {error}") from error
     if not examples:
         raise InputError(f"{path} holds no example: expected one JSON object a line, with prompt and answer")

@@ -291,13 +291,11 @@ class Structures:
         count, total, last = counted
         records = [struct.unpack("<QQQ", record) for record in self._tree(tree, 1, 24, name)]
         right = all(0 < n <= last for _, _, n in records) and len(records) == count
-        inside = all(48 <= at and 0 < size and at + size <= self.size for at, size, _ in records)
+        inside = all(at >= 48 and size > 0 and at + size <= self.size for at, size, _ in records)
         if not right or not inside or sum(size for _, size, _ in records) != total:
             raise self._refuse(name, "has large attributes that its heap doesn't count")
 
-    def _blocks(
-        self, root: int, rows: int, heap: int, first: int, bits: int, name: bytes
-    ) -> list[tuple[int, int]]:
+    def _blocks(self, root: int, rows: int, heap: int, first: int, bits: int, name: bytes) -> list[tuple[int, int]]:
         """(offset in the heap, size) of its direct blocks."""
         owner = struct.pack("<Q", heap)
         if not rows:

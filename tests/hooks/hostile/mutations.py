@@ -93,12 +93,25 @@ def _candidates(data: bytes, kind: bytes, at: int) -> list[Block]:
         return [
             Block(kind, at, at + 13 + width, at + size) for width in (4, 5) for size in (512, 1024, 2048, 4096, 8192)
         ]
-    most = 700 if kind in (b"BTLF", b"BTIN", b"FHIB") else 4096
-    return [Block(kind, at, at + length, at + length) for length in range(8, most)]
+    return [Block(kind, at, at + length, at + length) for length in _lengths(data, kind, at)]
+
+
+def _lengths(data: bytes, kind: bytes, at: int) -> list[int]:
+    """What a block may have before its checksum."""
+    if kind == b"OHDR":
+        start = at + 6 + (16 if data[at + 5] & 0x20 else 0) + (4 if data[at + 5] & 0x10 else 0)
+        width = 1 << (data[at + 5] & 3)
+        return [start - at + width + int.from_bytes(data[start : start + width], "little")]
+    if kind == b"OCHK":  # the message that leads there says its length
+        place = data.find(struct.pack("<Q", at))
+        return [int.from_bytes(data[place + 8 : place + 16], "little") - 4] if place >= 0 else []
+    if kind == b"FHIB":
+        return [13 + width + 32 * rows for width in (4, 5) for rows in range(1, 10)]
+    return [6 + n * width for width in (11, 17) for n in range(1, 46)]
 
 
 def _right(data: bytes, block: Block) -> bool:
-    if block.stop > len(data) - 4 and block.stop == block.sum_at:
+    if block.sum_at > len(data) - 4 or block.stop > len(data):
         return False
     copy = bytearray(data[block.start : max(block.stop, block.sum_at + 4)])
     moved = Block(block.kind, 0, block.sum_at - block.start, block.stop - block.start)
@@ -117,7 +130,12 @@ def mutated(data: bytes, block: Block, seed: int) -> bytes:
             continue
         old = int.from_bytes(changed[at : at + width], "little")
         how = chance.randrange(4)
-        new = (old + chance.choice(_SPECIAL), chance.choice(_SPECIAL), chance.getrandbits(64), old ^ 1 << chance.randrange(8 * width))[how]
+        new = (
+            old + chance.choice(_SPECIAL),
+            chance.choice(_SPECIAL),
+            chance.getrandbits(64),
+            old ^ 1 << chance.randrange(8 * width),
+        )[how]
         changed[at : at + width] = (new % 2 ** (8 * width)).to_bytes(width, "little")
         block.sealed(changed)
     return bytes(changed)
@@ -142,6 +160,10 @@ def outcomes(folder: Path, name: str, files: list[Path]) -> dict[str, dict]:
         assert lines, errors
         found |= {line["path"]: line for line in lines if "path" in line}
         if "began" in lines[-1]:
-            found[lines[-1]["began"]] = {"outcome": "died", "said": f"{child.returncode} {errors[-400:]}", "megabytes": 0}
+            found[lines[-1]["began"]] = {
+                "outcome": "died",
+                "said": f"{child.returncode} {errors[-400:]}",
+                "megabytes": 0,
+            }
         left = [file for file in left if file.name not in found]
     return found

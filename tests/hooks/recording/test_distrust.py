@@ -105,7 +105,7 @@ def test_what_the_manifest_does_not_list_is_refused(valid: Path, tmp_path: Path,
     members = [member(p.relative_to(valid).as_posix(), p.read_bytes()) for p in whole]
     assert unpack(archived(tmp_path / "good.tar", members), tmp_path / "good.vlens").is_dir()
     file = archived(tmp_path / "r.tar", [*members, member(name, (valid / SHARD).read_bytes())])
-    with pytest.raises(RecordingError, match="doesn't list|no file of a recording"):
+    with pytest.raises(RecordingError, match=r"doesn't list|no file of a recording"):
         unpack(file, tmp_path / "out.vlens")
     assert not (tmp_path / "out.vlens").exists()
 
@@ -123,7 +123,7 @@ def test_a_damaged_part_is_neither_merged_nor_packed(valid: Path, copy: Path, tm
         lambda: merge([copy, valid], tmp_path / "merged.vlens"),
         lambda: pack(copy, tmp_path / "packed.tar"),
     ):
-        with pytest.raises(RecordingError, match="w00-000000.*damaged"):
+        with pytest.raises(RecordingError, match=r"w00-000000.*damaged"):
             act()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy.vlens"]
 
@@ -136,7 +136,7 @@ def test_a_damaged_chunk_under_a_fitting_hash_is_not_merged(valid: Path, copy: P
     for shard in manifest["shards"]:
         shard["sha256"] = hashlib.sha256((copy / "shards" / shard["name"]).read_bytes()).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RecordingError, match="routing/ids.*damaged"):
+    with pytest.raises(RecordingError, match=r"routing/ids.*damaged"):
         merge([valid, copy], tmp_path / "merged.vlens")
 
 
