@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: reproduce test check format bench bench-gpu docs release-check clean
+.PHONY: reproduce test check fuzz format bench bench-gpu docs release-check clean
 
 reproduce: .venv/run-ready
 	$(BIN)/visitlens reproduce --out out
@@ -15,6 +15,10 @@ test: .venv/test-ready
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
 check: test
+
+# Changed HDF5 structures, each opened in a process of its own: minutes.
+fuzz: .venv/test-ready
+	$(BIN)/python -m pytest -q -s tests/hooks/recording/test_mutations.py --mutations 2000
 
 format: .venv/test-ready
 	$(BIN)/ruff check --fix .
@@ -36,6 +40,7 @@ docs: .venv/test-ready
 
 .venv/run-ready: pyproject.toml constraints.txt
 	test -d .venv || $(PYTHON) -m venv .venv
+	$(PIP) --upgrade pip
 	$(PIP) -e '.[model,images,fast,app]'
 	touch $@
 

@@ -7,6 +7,7 @@ each at its version.
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
@@ -64,8 +65,8 @@ WHY = {
     "pytest-xdist": "tests: several processes",
     "ruff": "format and lint",
     "triton": "tests of the GPU kernel's arithmetic, interpreted",
-    "scipy": "tests: distributions to compare with",
-    "scikit-learn": "tests: statistics to compare with",
+    "scipy": "fits of scaling laws",
+    "lm-eval": "tasks of the evaluation harness",
 }
 
 
@@ -78,11 +79,7 @@ def extras() -> dict[str, list[Requirement]]:
 
 
 def closure(wanted: Iterable[Requirement]) -> dict[str, str]:
-    """Canonical name -> version of all that these install here, themselves included.
-
-    Raises:
-        SystemExit: one isn't installed.
-    """
+    """Canonical name -> version of all that these install here, themselves included. What isn't installed here is left out."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, "") for requirement in wanted]
@@ -94,7 +91,7 @@ def closure(wanted: Iterable[Requirement]) -> dict[str, str]:
         try:
             installed = distribution(name)
         except PackageNotFoundError:
-            raise SystemExit(f"{name} isn't installed: pip install -e '.[dev]' first") from None
+            continue
         found[name] = installed.version.partition("+")[0]
         for of in ("", *requirement.extras):
             if (name, of) not in seen:
@@ -103,11 +100,23 @@ def closure(wanted: Iterable[Requirement]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def before() -> dict[str, str]:
+    """What constraints.txt pins now."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return {
+        canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines) if version
+    }
+
+
 def constraints() -> str:
     """What constraints.txt should hold."""
     pinned = closure(r for wanted in extras().values() for r in wanted)
     for name in TOOLS:
         pinned.setdefault(name, distribution(name).version)
+    for name, version in before().items():
+        if name not in pinned:
+            print(f"{name} isn't installed here: kept at {version}", file=sys.stderr)
+            pinned[name] = version
     return HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(pinned.items()))
 
 

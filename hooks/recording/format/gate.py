@@ -75,19 +75,21 @@ class Gated:
         array = self.array(name)
         try:
             return array.read(selection) if self.trusted else read_exactly(array, self.where, selection)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise RecordingError(f"{self.where}: {name} can't be read ({error}); the file is damaged") from error
 
     def attributes(self, name: str) -> dict[str, Any]:
         """Of a dataset or group: numbers, and text as `str`."""
-        found = self.file[name].attrs
         try:
+            found = self.file[name].attrs
             return {
                 key: schema.get_text(found, key) if isinstance(value, bytes | str) else value
                 for key, value in found.items()
             }
         except UnicodeDecodeError as error:
             raise RecordingError(f"{self.where}: {name}: an attribute that isn't UTF-8 text") from error
+        except (RuntimeError, OSError, KeyError) as error:
+            raise RecordingError(f"{self.where}: {name}: its attributes can't be read ({error}); damaged") from error
 
     def check_data(self) -> None:
         """Reads every chunk of every array.
@@ -98,7 +100,7 @@ class Gated:
         for name, array in self.arrays.items():
             try:
                 check_chunks(array, self.where)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 raise RecordingError(f"{self.where}: {name} can't be read ({error}); the file is damaged") from error
 
     def close(self) -> None:

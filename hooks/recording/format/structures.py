@@ -188,7 +188,7 @@ class Structures:
             return 0
         tree_type, width, *_, place = _KINDS[kind]
         records = self._tree(tree, tree_type, width, name)
-        self._heap(heap, kind, [record[place:] for record in records], name)
+        self._heap(heap, kind, [record[place : place + _KINDS[kind][2]] for record in records], records, name)
         return len(records)
 
     def _tree(self, address: int, kind: int, width: int, name: bytes) -> list[bytes]:
@@ -247,8 +247,8 @@ class Structures:
                 name, f"has a branch of a b-tree that counts {total} entries and holds {len(records) - before}"
             )
 
-    def _heap(self, address: int, kind: str, ids: list[bytes], name: bytes) -> None:
-        """A fractal heap's header and blocks, and that every id lies in one of them."""
+    def _heap(self, address: int, kind: str, ids: list[bytes], records: list[bytes], name: bytes) -> None:
+        """A fractal heap's header and blocks, and that every id leads to the entry that its record is of."""
         _, _, id_bytes, bits, first, _ = _KINDS[kind]
         self._once(address, name)
         header = _HEAP.unpack(self._read(address, _HEAP.size, "a fractal heap's header"))
@@ -263,7 +263,7 @@ class Structures:
         extents = self._blocks(root, rows, address, first, bits, name)
         if (
             space != of_rows
-            or allocated != sum(size for _, size in extents)
+            or allocated != sum(size for _, size, _ in extents)
             or iterator > space
             or free > space
             or managed + huge != len(ids)
@@ -271,32 +271,56 @@ class Structures:
             raise self._refuse(name, f"keeps its {kind} in a heap whose header doesn't fit its blocks")
         if huge_tree == UNDEFINED and (huge or huge_bytes):
             raise self._refuse(name, f"keeps its {kind} in a heap without the large ones that it counts")
-        if huge_tree != UNDEFINED:
-            self._large(huge_tree, (huge, huge_bytes, next_huge), name)
+        large = {} if huge_tree == UNDEFINED else self._large(huge_tree, (huge, huge_bytes, next_huge), name)
         offset_bytes = bits // 8
-        found = 0
-        for id_ in ids:
-            if id_[0] & 0xF0 == 0x10 and kind == "attributes":
-                found += 1
-                continue
-            start = int.from_bytes(id_[1 : 1 + offset_bytes], "little")
-            length = int.from_bytes(id_[1 + offset_bytes : id_bytes], "little")
-            if id_[0] or not length or not any(a <= start and start + length <= a + size for a, size in extents):
-                raise self._refuse(name, f"keeps one of its {kind} outside its heap")
-        if found != huge:
-            raise self._refuse(name, f"counts {huge} large {kind} and has {found}")
+        for id_, record in zip(ids, records, strict=True):
+            if id_[0] == 0x10 and (found := large.pop(int.from_bytes(id_[1:], "little"), None)):
+                at, length = found
+            else:
+                start = int.from_bytes(id_[1 : 1 + offset_bytes], "little")
+                length = int.from_bytes(id_[1 + offset_bytes :], "little")
+                block = next(((o, at) for o, size, at in extents if o <= start and start + length <= o + size), None)
+                if id_[0] or block is None:
+                    raise self._refuse(name, f"keeps one of its {kind} outside its heap")
+                at = block[1] + start - block[0]
+            # The record's hash is that of the name: an id that leads elsewhere is found out.
+            hashed = record[:4] if kind == "links" else record[-4:]
+            if (kind == "attributes" and record[8]) or lookup3(self._name_at(at, length, kind, name)) != int.from_bytes(
+                hashed, "little"
+            ):
+                raise self._refuse(name, f"finds one of its {kind} where another thing is")
+        if large:
+            raise self._refuse(name, f"has large {kind} that nothing leads to")
 
-    def _large(self, tree: int, counted: tuple[int, int, int], name: bytes) -> None:
-        """Attributes of more than 4 kB each: a b-tree of address, length and number."""
+    def _name_at(self, at: int, length: int, kind: str, name: bytes) -> bytes:
+        """The name in a link's or an attribute's message."""
+        data = self._read(at, min(length, 512), "a heap's entry")
+        if kind == "links" and length >= 4 and data[0] == 1 and data[1] < 0x20:
+            start = 2 + (1 if data[1] & 8 else 0) + (8 if data[1] & 4 else 0) + (1 if data[1] & 16 else 0)
+            width = 1 << (data[1] & 3)
+            size = int.from_bytes(data[start : start + width], "little")
+            if start + width + size < length:
+                return data[start + width : start + width + size]
+        if kind == "attributes" and length >= 9 and data[:2] == b"\x03\0":
+            of_name, of_type, of_space = struct.unpack_from("<HHH", data, 2)
+            if of_name and 9 + of_name + of_type + of_space <= length:
+                return data[9 : 8 + of_name]
+        raise self._refuse(name, f"has an entry among its {kind} that is none")
+
+    def _large(self, tree: int, counted: tuple[int, int, int], name: bytes) -> dict[int, tuple[int, int]]:
+        """Attributes of more than 4 kB each: number -> (address, length), by a b-tree."""
         count, total, last = counted
         records = [struct.unpack("<QQQ", record) for record in self._tree(tree, 1, 24, name)]
         right = all(0 < n <= last for _, _, n in records) and len(records) == count
         inside = all(at >= 48 and size > 0 and at + size <= self.size for at, size, _ in records)
         if not right or not inside or sum(size for _, size, _ in records) != total:
             raise self._refuse(name, "has large attributes that its heap doesn't count")
+        return {n: (at, size) for at, size, n in records}
 
-    def _blocks(self, root: int, rows: int, heap: int, first: int, bits: int, name: bytes) -> list[tuple[int, int]]:
-        """(offset in the heap, size) of its direct blocks."""
+    def _blocks(
+        self, root: int, rows: int, heap: int, first: int, bits: int, name: bytes
+    ) -> list[tuple[int, int, int]]:
+        """(offset in the heap, size, address) of its direct blocks."""
         owner = struct.pack("<Q", heap)
         if not rows:
             places = [(root, 0, first)]
@@ -321,7 +345,7 @@ class Structures:
                 raise self._refuse(name, "has a heap without one of its blocks")
             if int.from_bytes(block[13 : 13 + bits // 8], "little") != offset:
                 raise self._refuse(name, "has a heap with a block at another place")
-        return [(offset, size) for _, offset, size in places]
+        return [(offset, size, address) for address, offset, size in places]
 
 
 def _levels(width: int, depth: int) -> list[tuple[int, int, int]]:

@@ -45,6 +45,8 @@ for path in map(Path, sys.argv[4:]):
         outcome, said = ("same", "") if found == expected else ("differs", "")
     except VisitlensError as error:
         outcome, said = "refused", str(error)
+    except Exception as error:  # it would reach the user as a traceback
+        outcome, said = "died", repr(error)
     if outcome == "differs":
         shutil.copy(path, folder / name)
         if validate(folder).exit_code == 1:

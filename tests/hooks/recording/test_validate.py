@@ -266,9 +266,13 @@ def test_a_packed_recording_that_would_not_pass_is_not_unpacked(copy: Path, tmp_
     manifest["shards"][0]["bytes"] = shard(copy, 0).stat().st_size
     manifest["shards"][0]["sha256"] = hashlib.sha256(shard(copy, 0).read_bytes()).hexdigest()
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    packed = pack(copy, tmp_path / "r.tar")
     with pytest.raises(RecordingError, match="soft or external link"):
-        unpack(packed, tmp_path / "out.vlens")
+        pack(copy, tmp_path / "r.tar")
+    with tarfile.open(tmp_path / "r.tar", "w") as archive:  # as somebody else would
+        for name in ("manifest.json", "summary.h5", *(f"shards/{s['name']}" for s in manifest["shards"])):
+            archive.add(copy / name, name)
+    with pytest.raises(RecordingError, match="soft or external link"):
+        unpack(tmp_path / "r.tar", tmp_path / "out.vlens")
     assert not (tmp_path / "out.vlens").exists()
 
 
