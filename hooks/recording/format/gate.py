@@ -88,7 +88,13 @@ class Gated:
             }
         except UnicodeDecodeError as error:
             raise RecordingError(f"{self.where}: {name}: an attribute that isn't UTF-8 text") from error
-        except (RuntimeError, OSError, KeyError) as error:
+        except (
+            RuntimeError,
+            OSError,
+            KeyError,
+            ValueError,
+            TypeError,
+        ) as error:  # what h5py raises for damaged metadata
             raise RecordingError(f"{self.where}: {name}: its attributes can't be read ({error}); damaged") from error
 
     def check_data(self) -> None:
