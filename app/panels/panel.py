@@ -161,9 +161,8 @@ def maps_panel(
 
 def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] = ()) -> list[str]:
     """One for all series: counts and aggregations once, each definition once."""
-    firsts = {
-        stat.measure.definition: stat for stat in reversed(stats.values())
-    }  # the plain title, not the difference's
+    # Backwards, so that the title of a definition is the plain one, not the difference's.
+    firsts = {stat.measure.definition: stat for stat in reversed(list(stats.values()))}
     ns = dict.fromkeys(f"{s.documents:,} documents, {s.tokens:,} tokens" for s in stats.values())
     aggregations = {stat.aggregation: label for label, stat in stats.items()}
     if len(aggregations) > 1:
@@ -174,7 +173,7 @@ def many_captions(stats: Mapping[str, StatArray], levels: Sequence[plots.Level] 
     interval = f"No interval: {missing[0]}." if missing and all(missing) else f"Interval: {INTERVAL}."
     return [
         f"n = {' and '.join(ns)}; {'; '.join(aggregations)}; unit: {', '.join(units)}.{dashed} {interval}",
-        *(f"{s.measure.title}: {s.measure.definition} ({s.measure.paper})" for s in reversed(firsts.values())),
+        *(f"{s.measure.title}: {s.measure.definition} ({s.measure.paper})" for s in reversed(list(firsts.values()))),
     ]
 
 

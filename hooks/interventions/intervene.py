@@ -12,13 +12,6 @@ however it ends.
 
 **Adapted models.** Whatever an adapter reads can be changed, and what it lacks is refused with its reason. Documents run
 one by one there, so `mean` without `over` and `resample` take from the run without these interventions (one more forward).
-
-Examples:
-    >>> model = vl.load("smelt")
-    >>> run = model.run("Two visits of one layer.")
-    >>> frozen = run.with_(vl.do.take("V", visit=2))  # visit 2 gets the values of visit 1
-    >>> bool((frozen.logits == run.logits).all())
-    False
 """
 
 from __future__ import annotations

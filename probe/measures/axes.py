@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,3 +58,17 @@ def labels_of(axis: str, plan: ExecutionPlan, config: Mapping[str, Any], size: i
     """The labels of a recorded axis; numbers from 0 where neither the recording nor this version knows any."""
     known = list(AXES[axis].labels(plan, config)) if axis in AXES else []
     return known if len(known) == size else list(range(size))
+
+
+def one_way(axes: Sequence[str], unit: str) -> bool:
+    """How recordings of version 0.1 tell that visits can't be exchanged: no attribute does so for these, so that they go on."""
+    return "pair" in axes and unit == "ratio"
+
+
+def own_labels(attributes: Mapping[str, str], axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What a recording says of axes that this version doesn't know; nothing where it isn't readable."""
+    try:
+        found = json.loads(attributes.get("labels", "{}"))
+        return {str(axis): tuple(map(str, labels)) for axis, labels in found.items() if axis in axes}
+    except (ValueError, TypeError, AttributeError):
+        return {}

@@ -16,6 +16,7 @@ import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.measures import intervals
+from visitlens.probe.measures.axes import one_way, own_labels
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +58,7 @@ class Measure:
             "unit": self.unit,
             "definition": self.definition,
             "paper": self.paper,
-            **({} if self.symmetric or _one_way(self.axes, self.unit) else {"symmetric": "no"}),
+            **({} if self.symmetric or one_way(self.axes, self.unit) else {"symmetric": "no"}),
             **({"package": self.package} if self.package else {}),
             **({"labels": json.dumps(self.own_labels)} if self.own_labels else {}),
         }
@@ -67,8 +68,8 @@ class Measure:
         axes = tuple(a for a in attributes["axes"].split(",") if a)
         texts = {key: str(attributes[key]) for key in ("title", "unit", "definition", "paper")}
         package = str(attributes.get("package", ""))
-        symmetric = attributes.get("symmetric") != "no" and not _one_way(axes, texts["unit"])
-        labels = _own_labels(attributes, axes)
+        symmetric = attributes.get("symmetric") != "no" and not one_way(axes, texts["unit"])
+        labels = own_labels(attributes, axes)
         return cls(
             name=name, axes=axes, grouped=grouped, symmetric=symmetric, package=package, own_labels=labels, **texts
         )
@@ -372,20 +373,6 @@ class StatArray:
         axes = tuple(a for a in self.axes if a != axis)
         labels = {a: labels for a, labels in self.labels.items() if a != axis}
         return self.rearranged(reduce, measure=replace(self.measure, axes=axes), labels=labels, aggregation=aggregation)
-
-
-def _one_way(axes: Sequence[str], unit: str) -> bool:
-    """How recordings of version 0.1 tell that visits can't be exchanged: no attribute does so for these, so that they go on."""
-    return "pair" in axes and unit == "ratio"
-
-
-def _own_labels(attributes: Mapping[str, str], axes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """What a recording says of axes that this version doesn't know; nothing where it isn't readable."""
-    try:
-        found = json.loads(attributes.get("labels", "{}"))
-        return {str(axis): tuple(map(str, labels)) for axis, labels in found.items() if axis in axes}
-    except (ValueError, TypeError, AttributeError):
-        return {}
 
 
 def _bounds(low: np.ndarray, high: np.ndarray) -> str:
