@@ -1,4 +1,4 @@
-"""StepValues: what a forward's captured sites are to a statistic: flat over real tokens, and what several of them share."""
+"""StepValues: captured sites of a forward as statistics read them, flat over real tokens."""
 
 from __future__ import annotations
 
@@ -86,8 +86,10 @@ class StepValues:
 
     @cached_property
     def keys_seen(self) -> Tensor:
-        """[token, step] how many keys a query sees: its position in the segment, plus 1, or the step's sliding window; of a step
-        that has only some tokens as keys, those of them. Where attention goes both ways, every token of the segment."""
+        """[token, step] how many keys a query sees: its position in the segment, plus 1, or the step's sliding window.
+
+        Of a step that has only some tokens as keys, those of them. Where attention goes both ways, every token of the segment.
+        """
         positions = self.segments.positions()
         keys = (positions + 1).unsqueeze(1).repeat(1, len(self.plan))
         for step, rule in self._captured.rules.items():

@@ -196,9 +196,9 @@ class InstrumentedModel(ABC):
 
     @contextmanager
     def following(self, follow: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
-        """Inside, calls of the methods named (`forward`; `run_steps`, where there is one) are calls of what `follow` makes of
+        """Inside, calls of the methods named (`forward`, `run_steps`) are calls of what `follow` makes of
         them. One inside another comes first."""
-        own = {name: vars(self).get(name) for name in follow if hasattr(self, name)}
+        own = {name: vars(self).get(name) for name in follow}
         for name in own:
             setattr(self, name, self._in_turn(follow[name](getattr(self, name))))
         self.followed += 1
@@ -219,6 +219,24 @@ class InstrumentedModel(ABC):
             return method(*args, **kwargs)
 
         return called
+
+    def run_steps(
+        self, x: torch.Tensor, segments: torch.Tensor | None = None, *, start: int = 0, stop: int | None = None
+    ) -> torch.Tensor:
+        """The residual stream [context, position, hidden] after steps start..stop-1, from the one before them.
+
+        Raises:
+            InputError: a model that runs documents in parts (`in_parts`), whose steps run in its own code alone.
+        """
+        raise InputError(f"{self.config.family} runs its steps in its own code alone: call the model")
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., vocab] from the residual stream [..., hidden] after the last step.
+
+        Raises:
+            InputError: as `run_steps`.
+        """
+        raise InputError(f"{self.config.family} reads out in its own code alone: call the model")
 
     def with_loop_count(self, visits: int, residual_scale: str | None = None) -> InstrumentedModel:
         """The same model with its loops run `visits` times.

@@ -1,11 +1,13 @@
-"""`vl.do` names what can be done to a model while it runs, after Pearl's do-operator: a value is set, and what follows from it runs.
+"""`vl.do` names what can be done to a model while it runs, after Pearl's do-operator: a value is set, and the rest
+follows from it.
 
     with vl.intervene(model, vl.do.take("V", source=1, visit=2), vl.do.zero("PV", layer=3, visit=2, head=1)):
         logits = model(tokens, segments)
 
-`zero`, `mean`, `resample`, `scale`, `add`, `project_out`: the value itself, changed. `take` (from an earlier visit), `swap` (two
-visits), `replace` (from another run): another value. `skip`: a visit writes nothing. `knock_out_sink`: no attention to the
-segment start. `generated`: tokens that a model wrote. `site_means`, `with_loop_count`: what some of them need.
+`zero`, `mean`, `resample`, `scale`, `add`, `project_out`: the value itself, changed. `take` (from an earlier visit),
+`swap` (two visits), `replace` (from another run): another value. `skip`: a visit writes nothing. `knock_out_sink`: no
+attention to the segment start. `generated`: tokens that a model wrote. `site_means`, `with_loop_count`: what some of
+them need.
 
 Examples:
     >>> model = vl.load("smelt")

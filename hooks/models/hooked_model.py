@@ -74,7 +74,7 @@ class HookedModel(NamedHooks, InstrumentedModel):
         cache: dict[str, Tensor] | None = None,
         pos_slice: Any = None,
     ) -> tuple[dict, list, list]:
-        """TransformerLens' own, except that `pos_slice` cuts positions of rotated queries and keys too: 4.3 cuts heads."""
+        """TransformerLens' own, except that `pos_slice` cuts positions of rotated queries and keys: 4.3 cuts heads."""
         cache, forward, backward = super().get_caching_hooks(
             self.names_chosen(names_filter), incl_bwd, device, remove_batch_dim, cache, pos_slice
         )

@@ -141,14 +141,15 @@ class LoopedMoE(HookedModel):
     stays within a segment and positions restart there. Without segment ids each context is one document.
     """
 
-    config: LoopedMoEConfig  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower, and only read
+    config: LoopedMoEConfig
     loop_scales = ("rescaled", "kept")
     rotary_cos: Tensor
     rotary_sin: Tensor
 
     def __init__(self, config: LoopedMoEConfig) -> None:
         super().__init__()
-        self.config = self.cfg = config
+        self.cfg = config
+        self.config = config  # pyright: ignore[reportIncompatibleVariableOverride]  # narrower, and only read
         self.plan = config.loop_spec.plan()
         self.embed = Embedding(config)
         self.hook_embed = HookPoint()

@@ -1,4 +1,4 @@
-"""What the statistics of attention rows are: of one visit, between two, and how an implementation's tiles become them."""
+"""Statistics of attention rows, of one visit and between two; how an implementation's tiles become them."""
 
 from __future__ import annotations
 

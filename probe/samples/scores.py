@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,9 +16,6 @@ from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervention import flatten
 from visitlens.probe.samples.sample import EvalSet, Progress, silent
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +39,7 @@ class Batch:
         rows = logits[self.row, self.position - 1]
         return rows if rows.dtype == torch.float64 else rows.float()
 
-    def read(self, model: LoopedMoE, final: Tensor) -> Tensor:
+    def read(self, model: InstrumentedModel, final: Tensor) -> Tensor:
         """The same from the native model's last residual stream."""
         rows = model.logits(final[self.row, self.position - 1])
         return rows if rows.dtype == torch.float64 else rows.float()
@@ -141,7 +137,7 @@ def predictions(
         return batch.read(model, model.run_steps(plain.at("resid", start), batch.segments, start=start))
 
 
-def _shared(model: LoopedMoE, batch: Batch, chains: Sequence[Sequence[Intervention]]) -> Captured:
+def _shared(model: InstrumentedModel, batch: Batch, chains: Sequence[Sequence[Intervention]]) -> Captured:
     sites = {*STATE} | {site for chain in chains for i in chain for site, _ in i.stored(model.plan)}
     with capture(model, sites) as plain:
         model(batch.tokens, batch.segments, return_type="none")

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from visitlens.errors import InputError
 from visitlens.hooks.adapters.adapted_model import AdaptedModel
 from visitlens.hooks.adapters.replay import replay_of
 from visitlens.hooks.capture.capture import capture
-from visitlens.hooks.core.loop_plan import ExecutionPlan, visit_choices
+from visitlens.hooks.core.loop_plan import ExecutionPlan, Step, visit_choices
 from visitlens.hooks.core.model_interface import InstrumentedModel
 from visitlens.hooks.interventions.intervene import Intervention, intervene
 from visitlens.hooks.interventions.intervene import replace as put_in
@@ -31,9 +30,6 @@ from visitlens.hooks.text.packed_tokens import PackedTokens
 from visitlens.probe.analyses.results.modes import MODES
 from visitlens.probe.samples.sample import EvalSet
 from visitlens.probe.samples.scores import check_predicts, device_of
-
-if TYPE_CHECKING:
-    from visitlens.hooks.models.looped_moe import LoopedMoE
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """(logits [target, vocab], true token [target]) -> a number a target, higher is worse."""
@@ -205,7 +201,7 @@ def _batches(task: Task, tokens_at_once: int) -> Iterator[_Batch]:
 
 
 def _side_by_side(
-    model: LoopedMoE,
+    model: InstrumentedModel,
     batch: _Batch,
     steps: dict[int, list[int]],
     heads: Sequence[int],
@@ -271,25 +267,22 @@ def _in_turn(
     return plain, layer_by_layer()
 
 
-def _residuals(model: LoopedMoE, tokens: Tensor, segments: Tensor | None, steps: Sequence[int]) -> dict[int, Tensor]:
+def _residuals(
+    model: InstrumentedModel, tokens: Tensor, segments: Tensor | None, steps: Sequence[int]
+) -> dict[int, Tensor]:
     """The intact residual stream before each of the steps, and (key L_eff) after the last."""
     kept: dict[int, Tensor] = {}
-    hooks: list[Any] = []
-    for index in steps:
-        step = model.plan.steps[index]
-        hooks.append((f"blocks.{step.layer}.visit.{step.visit}.hook_resid_pre", partial(_keep, kept, index)))
-    last = model.plan.steps[-1]
-    hooks.append((f"blocks.{last.layer}.visit.{last.visit}.hook_resid_post", partial(_keep, kept, len(model.plan))))
-    with model.hooks(fwd_hooks=hooks):
+
+    def keep(site: str, step: Step, value: Tensor, there: Tensor | None) -> None:
+        kept[step.index + (site == "resid_out")] = value
+
+    places = [*(("resid", model.plan.steps[index]) for index in steps), ("resid_out", model.plan.steps[-1])]
+    with model.changing(places, keep):
         model(tokens, segments, return_type="none")
     return kept
 
 
-def _keep(kept: dict[int, Tensor], index: int, value: Tensor, hook: Any) -> None:
-    kept[index] = value
-
-
-def _scores(model: LoopedMoE, batch: _Batch, metric: Metric, x: Tensor) -> list[np.ndarray]:
+def _scores(model: InstrumentedModel, batch: _Batch, metric: Metric, x: Tensor) -> list[np.ndarray]:
     """The metric [target] of each of the runs' last residual streams [run, context, position, H]."""
     device = x.device
     at_targets = x[:, batch.context.to(device), batch.predictor.to(device)]
@@ -298,7 +291,7 @@ def _scores(model: LoopedMoE, batch: _Batch, metric: Metric, x: Tensor) -> list[
 
 
 def _forked_runs(
-    model: LoopedMoE,
+    model: InstrumentedModel,
     before: dict[int, Tensor],
     steps: Sequence[int],
     heads: Sequence[int],
@@ -320,15 +313,14 @@ def _forked_runs(
             hit[(*so_far, visit)] = runs[so_far]
         x = torch.cat([*passed.values(), *hit.values()])
         several = None if segments is None else segments.repeat(len(x) // len(segments), 1)
-        step = model.plan.steps[start]
-        hook = partial(_ablated, heads=heads, passed=len(passed), hit=len(hit), value=replace(start))
-        with model.hooks(fwd_hooks=[(f"blocks.{step.layer}.visit.{visit}.attn.hook_z", hook)]):
+        changed = partial(_ablated, heads=heads, passed=len(passed), hit=len(hit), value=replace(start))
+        with model.changing([("PV", model.plan.steps[start])], lambda site, step, z, there, by=changed: by(z)):
             x = model.run_steps(x, several, start=start, stop=stop)
         runs = dict(zip([*passed, *hit], x.chunk(len(passed) + len(hit)), strict=True))
     return {choice: runs[choice] for choice in visit_choices(len(steps))}
 
 
-def _ablated(z: Tensor, hook: Any, heads: Sequence[int], passed: int, hit: int, value: Tensor | float) -> Tensor:
+def _ablated(z: Tensor, heads: Sequence[int], passed: int, hit: int, value: Tensor | float) -> Tensor:
     """PV [run * head * context, position, head, d] with each run's head replaced, in the runs that are hit here."""
     z = z.unflatten(0, (passed + hit, len(heads), -1)).clone()
     for j, head in enumerate(heads):

@@ -23,6 +23,7 @@ import json, re, shutil, sys, zlib
 from pathlib import Path
 from visitlens.errors import VisitlensError
 from visitlens.hooks.recording.format import schema
+from visitlens.hooks.recording.format.totals import read_totals
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.maintain.validate import validate
 from visitlens.hooks.recording.read.recording import Recording
@@ -33,7 +34,7 @@ def megabytes():
 def content(path):
     with passed(path) as gated:
         read = {name: zlib.crc32(gated.read(name).tobytes()) for name in gated.arrays}
-        totals = schema.read_totals(gated)
+        totals = read_totals(gated)
     return read, {name: sorted(t.attributes.items()) for name, t in totals.items()}
 
 folder, original, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
