@@ -22,7 +22,7 @@ from visitlens.hooks.adapters.transformer_lens_calls import FamiliarCalls
 from visitlens.hooks.capture.capture import Captured
 from visitlens.hooks.core.evaluation import evaluating
 from visitlens.hooks.core.loop_plan import ExecutionPlan, Step
-from visitlens.hooks.core.model_interface import check_unbroken
+from visitlens.hooks.core.model_interface import ModelFacts, check_unbroken
 
 
 class AdaptedModel(FamiliarCalls, DocumentModel):
@@ -32,6 +32,8 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
     `visits` is its loop count, None for the model's own; the model itself is left as it is.
     """
 
+    config: ModelFacts  # narrower than the interface says, and only read
+
     def __init__(self, model: nn.Module, family: Family, visits: int | None = None) -> None:
         self.model, self.family, self.visits = model, family, visits
         self.expert_outputs: dict[nn.Module, Tensor] = {}
@@ -39,7 +41,7 @@ class AdaptedModel(FamiliarCalls, DocumentModel):
         try:
             with self._looping(), evaluating(model):
                 self.anatomy = family.anatomy(model)
-            self.config = family.facts(model, self.anatomy)
+            self.config = family.facts(model, self.anatomy)  # pyright: ignore[reportIncompatibleVariableOverride]
             self.body = family.body(model)
         except AttributeError as error:
             raise InputError(

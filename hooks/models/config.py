@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from visitlens.errors import CheckpointError, InputError
 from visitlens.hooks.core.loop_plan import LoopSpec
@@ -51,11 +51,6 @@ class LoopedMoEConfig:
     eos_token_id: int = 1
     pad_token_id: int = 2
 
-    family: ClassVar[str] = "native looped MoE"
-    missing: ClassVar[Mapping[str, str]] = {}
-    absent: ClassVar[Mapping[str, Mapping[int, str]]] = {}
-    ragged: ClassVar[bool] = False
-
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "expert_dim", "context_length")
         for name in (*sizes, "experts_per_token"):
@@ -77,6 +72,24 @@ class LoopedMoEConfig:
     @property
     def loop_spec(self) -> LoopSpec:
         return LoopSpec(self.num_layers, range(self.loop_start, self.loop_stop), self.visits)
+
+    @property
+    def family(self) -> str:
+        return "native looped MoE"
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Of sites: it has all of them."""
+        return {}
+
+    @property
+    def absent(self) -> Mapping[str, Mapping[int, str]]:
+        return {}
+
+    @property
+    def ragged(self) -> bool:
+        """Every token is at every visit."""
+        return False
 
     @property
     def value_dim(self) -> int:

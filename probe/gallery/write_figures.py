@@ -35,6 +35,8 @@ class Drawable(Protocol):
     """A registered figure: of recordings, or of a table of runs."""
 
     slug: ClassVar[str]
+    title: ClassVar[str]
+    question: ClassVar[str]
 
     def draw(self, data: Mapping[str, Any], theme: Theme) -> go.Figure: ...
 

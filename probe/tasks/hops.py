@@ -106,7 +106,7 @@ class Hops:
 
         path = [_hop(follows, asked, hop) for hop in range(k)]
         spans = {x: (4 * i, 4 * i + 3) for i, x in enumerate(sources)}
-        roles = {f"edge {hop}": (spans[x],) for hop, x in enumerate(path, 1)}
+        roles: dict[str, tuple[tuple[int, int], ...]] = {f"edge {hop}": (spans[x],) for hop, x in enumerate(path, 1)}
         roles["other edges"] = tuple(span for x, span in spans.items() if x not in path)
         roles |= {"hops": ((4 * n, 4 * n + 1),), "symbol": ((4 * n + 2, 4 * n + 3),)}
         facets = {"k": f"{k} hop{'s' if k > 1 else ''}", "symbols": f"{n} symbols"}

@@ -197,11 +197,12 @@ class _Stored(_Files):
 
 
 def _folder(report: Report, quick: bool, files: _Files) -> None:
-    path = files.folder
+    path, refused = files.folder, ""
+    manifest: dict[str, Any] | None = None
     try:
-        manifest: dict[str, Any] | None = read_manifest(path)
+        manifest = read_manifest(path)
     except RecordingError as error:
-        refused, manifest = str(error), None
+        refused = str(error)
     sound = _shards(report, files, quick)
     entries = [shard.entry for shard in sound]
     report.shards, report.tokens = len(sound), sum(entry["token_count"] for entry in entries)
