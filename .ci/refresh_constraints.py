@@ -66,7 +66,6 @@ WHY = {
     "ruff": "format and lint",
     "triton": "tests of the GPU kernel's arithmetic, interpreted",
     "scipy": "fits of scaling laws",
-    "lm-eval": "tasks of the evaluation harness",
 }
 
 
