@@ -265,7 +265,7 @@ class RecordedRun:
         return self.derived("expert_overlap_chance_by_load", visits)
 
     def load_imbalance(self) -> StatArray:
-        """[step] E times the sum of squared shares of routed slots: 1 if balanced, E if one expert took all."""
+        """[step] E times the sum of squared shares of routed slots: 1 if balanced, E / k if the same k experts take every token."""
         return self.derived("load_imbalance")
 
     # Residual stream (6.2)
