@@ -22,7 +22,6 @@ CHILD = """
 import json, re, shutil, sys, zlib
 from pathlib import Path
 from visitlens.errors import VisitlensError
-from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.totals import read_totals
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.maintain.validate import validate
