@@ -152,7 +152,7 @@ class _Trial:
 
 
 def _record(model: LoopedMoE, text: PackedTokens, path: Path) -> Recording:
-    groups = int(text.document_groups(OPTIONS.groups).max()) + 1
+    groups = int(text.document_groups(OPTIONS.group_count).max()) + 1
     collector = StatisticsCollector(Geometry.of(model.plan, model.config.to_dict()), groups, MEASURES)
     record(model, text, path, collector, OPTIONS, provenance={}, attention_implementation="torch")
     return Recording(path)
