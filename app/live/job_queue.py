@@ -230,9 +230,8 @@ class JobQueue:
                 status = "cancelled"
             except VisitlensError as error:
                 status, message = "failed", str(error)
-            except (
-                BaseException
-            ) as error:  # also what is no Exception, such as a Rust library's panic: the queue goes on
+            except BaseException as error:
+                # Also what is no Exception, such as a Rust library's panic: the queue goes on.
                 _log.exception("a job failed")
                 status, message = "failed", f"{type(error).__name__}: {error} (unexpected; the server's log has more)"
             with self._changed:
