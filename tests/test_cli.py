@@ -147,7 +147,7 @@ def test_a_notebook_records_captures_and_reads_with_the_exported_names(checkpoin
     with vl.capture(model, ["PV"]) as captured:
         model(torch.tensor([[0, 5, 6, 7]]))
     assert captured.get("PV", layer=2, visit=2).shape == (1, 4, 4, 4)
-    assert {"open", "record", "capture", "load_model"} <= set(dir(vl))
+    assert {"open", "record", "capture", "load"} <= set(dir(vl))
     with pytest.raises(AttributeError, match=r"it has .*open"):
         _ = vl.nothing
 

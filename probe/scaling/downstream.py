@@ -13,6 +13,7 @@ from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.scaling.bootstrap import cell_index, cell_weights, common_cells
 from visitlens.probe.scaling.chance import centred, chance_of, known_chance
+from visitlens.probe.scaling.drawn import DrawnArray
 from visitlens.probe.scaling.table import ENDPOINT, RunTable, describe, keys_of, need
 
 DRAWS = 500
@@ -269,7 +270,7 @@ def residuals_by(found: Downstream, column: str = "scale", draws: int = DRAWS, s
             row[:] = times @ residuals / times.sum(1)
     values = groups @ found.residuals / groups.sum(1)
     how = f"mean over endpoints of {found.target}; interval of {draws} draws of {len(cells)} cells, the curve refitted"
-    return StatArray(RESIDUAL, values, {"group": [*names, "all"]}, replicates, aggregation=how)
+    return DrawnArray(RESIDUAL, values, {"group": [*names, "all"]}, replicates, aggregation=how)
 
 
 def wins(scores: Scores, target: str, reference: str, above_chance: float | None = None) -> Wins:

@@ -15,6 +15,7 @@ import numpy as np
 from visitlens.errors import InputError
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.scaling.bootstrap import Draws
+from visitlens.probe.scaling.drawn import DrawnArray
 from visitlens.probe.scaling.law import Fit, Window
 from visitlens.probe.scaling.surface import Surface, compute_gain
 
@@ -175,7 +176,7 @@ def _derived(
     )
     labels = {"budget": list(budgets), "level": [level.name for level in levels]}
     how = "of the fitted surfaces" + (f"; interval of {draws.describe()}" if draws is not None else "")
-    return Marked(StatArray(measure, values, labels, replicates, aggregation=how), marks)
+    return Marked(DrawnArray(measure, values, labels, replicates, aggregation=how), marks)
 
 
 def _mark(arch: str, surface: Surface, window: Window, compute: float, sparsity: float) -> str:

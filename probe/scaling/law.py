@@ -17,6 +17,7 @@ import numpy as np
 
 from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.measures.measure import Measure, StatArray
+from visitlens.probe.scaling.drawn import DrawnArray
 from visitlens.probe.scaling.surface import COEFFICIENTS, Surface
 from visitlens.probe.scaling.table import RunTable, describe
 
@@ -214,7 +215,7 @@ def coefficients(fits: Mapping[str, Fit], draws: Mapping[str, Surface] | None = 
     replicates = None if draws is None else np.stack([draws[arch].as_array() for arch in fits], 1)
     counts = ", ".join(f"{arch}: {len(fit.endpoints)}" for arch, fit in fits.items())
     labels = {"arch": list(fits), "coefficient": list(COEFFICIENTS)}
-    return StatArray(COEFFICIENT, values, labels, replicates, aggregation=f"fitted to endpoints ({counts})")
+    return DrawnArray(COEFFICIENT, values, labels, replicates, aggregation=f"fitted to endpoints ({counts})")
 
 
 def chosen(endpoints: RunTable, arch: str, levels: Sequence[str] = ()) -> RunTable:

@@ -11,6 +11,7 @@ from visitlens.errors import InputError, UnavailableError
 from visitlens.probe.measures.measure import Measure, StatArray
 from visitlens.probe.scaling.bootstrap import cell_weights
 from visitlens.probe.scaling.chance import chance_of
+from visitlens.probe.scaling.drawn import DrawnArray
 from visitlens.probe.scaling.table import RunTable, need
 
 NEEDED = ("arch", "task", "k", "score")
@@ -92,8 +93,8 @@ def shots_gap(
     means, replicates = values.mean(1), np.einsum("rt,atk->rak", weights, values)
     how = f"mean over {len(kept)} tasks; interval of {draws} draws of tasks"
     labels = {"arch": [reference, target], "k": wanted}
-    accuracy = StatArray(ACCURACY, means, labels, replicates, aggregation=how)
-    gap = StatArray(GAP, means[1] - means[0], {"k": wanted}, replicates[:, 1] - replicates[:, 0], aggregation=how)
+    accuracy = DrawnArray(ACCURACY, means, labels, replicates, aggregation=how)
+    gap = DrawnArray(GAP, means[1] - means[0], {"k": wanted}, replicates[:, 1] - replicates[:, 0], aggregation=how)
     return Gap(accuracy, gap, tuple(kept), left_out)
 
 

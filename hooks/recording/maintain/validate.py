@@ -16,6 +16,7 @@ from visitlens.errors import InputError, RecordingError
 from visitlens.hooks.recording.format import schema
 from visitlens.hooks.recording.format.gate import passed
 from visitlens.hooks.recording.format.totals import TOTALS, GroupTotals, add_totals, read_totals
+from visitlens.hooks.recording.format.untrusted import read_json
 from visitlens.hooks.recording.read.recording import (
     SHARD_NAME,
     Recording,
@@ -131,10 +132,11 @@ def repair(path: Path, *, set_aside: bool = False) -> Report:
 
 
 def _lost(path: Path, there: set[str]) -> list[str]:
-    """What the manifest, if it can be read, has beside those shards."""
+    """What the manifest names beside those shards, also where it is refused for what it says of them."""
     try:
-        names = {shard["name"] for shard in read_manifest(path)["shards"]} - there
-    except RecordingError:
+        listed = [shard["name"] for shard in read_json(path / schema.MANIFEST)["shards"]]
+        names = {name for name in listed if SHARD_NAME.fullmatch(name)} - there
+    except (RecordingError, OSError, KeyError, TypeError):
         return []
     return [f"{name} is gone: recording again fills the gap" for name in sorted(names)]
 

@@ -15,6 +15,7 @@ from tests.probe.ladder.test_train import CONFIG, RECIPE
 from torch.distributed.tensor import DTensor
 
 from visitlens.hooks.models.checkpoint import load_tokenizer
+from visitlens.hooks.models.looped_moe import _rotary_tables
 from visitlens.probe.ladder.corpus import Corpus
 from visitlens.probe.ladder.processes import processes
 from visitlens.probe.ladder.stream import TrainingStream
@@ -28,7 +29,10 @@ def trainer_of(corpus: Path, *, sharded: bool = False, dtype: str = "float32") -
     object.__setattr__(recipe, "dtype", dtype)
     tokenizer, options = load_tokenizer(text.tokenizer_file), {"batch": 2, "dyck_share": 0.2, "seed": 0}
     stream = TrainingStream(text.train, text.special, tokenizer, context=CONFIG.context_length, **options)
-    return Trainer(CONFIG, recipe, stream, sharded=sharded)
+    trainer = Trainer(CONFIG, recipe, stream, sharded=sharded)
+    if sharded and dtype == "float64":  # FSDP casts parameters alone; a float64 model's rotary tables are float64 too
+        trainer.model.rotary_cos, trainer.model.rotary_sin = _rotary_tables(CONFIG, torch.float64)
+    return trainer
 
 
 def gradients(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
