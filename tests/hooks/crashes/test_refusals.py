@@ -167,12 +167,10 @@ def test_a_manifest_of_another_major_version_is_refused(recorded: Path) -> None:
 def test_files_of_another_major_version_are_refused(recorded: Path, resume) -> None:
     for name in ("summary.h5", "shards/w00-000000.h5"):
         with h5py.File(recorded / name, "r+") as file:
-            file.attrs["schema_version"] = np.bytes_("3.1.0")
-    # Where h5py's rewriting leaves a gap among the attributes, the gate refuses that before it reads the version.
-    refused = r"schema version 3\.1\.0|an entry among its attributes that is none"
-    with pytest.raises(RecordingError, match=refused):
+            file.attrs.modify("schema_version", np.bytes_("3.1.0"))  # in place: no gap among the attributes
+    with pytest.raises(RecordingError, match=r"schema version 3\.1\.0"):
         _ = visitlens.open(recorded).measures
-    with pytest.raises(RecordingError, match=refused):
+    with pytest.raises(RecordingError, match=r"schema version 3\.1\.0"):
         resume(recorded)
 
 
